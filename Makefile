@@ -1,0 +1,66 @@
+# `make train` and `make test` need python3 >= 3.11 with venv, git, make and, the first time, a network.
+PYTHON ?= python3
+VENV ?= .venv
+# A GPU host wants one more: make train EXTRAS=data,test,cuda12 (or cuda13).
+EXTRAS ?= data,test
+# Passed on: make test ARGS='-k layers', make train ARGS='--config.steps=20'.
+ARGS ?=
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.NOTPARALLEL:
+.PHONY: help train test lint types venv clean
+
+BIN := $(VENV)/bin
+CODE := $(sort $(dir $(wildcard jaxscale/*.py configs/*.py scripts/*.py tests/*.py)))
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 15
+	@echo "  PYTHON=python3.12 make test picks an interpreter; EXTRAS=data,test,cuda12 adds CUDA; ARGS='...' is passed on"
+
+train: venv  ## train a tiny model on this machine, into runs/tiny
+	$(BIN)/python scripts/train.py --config configs/tiny.py --workdir runs/tiny $(ARGS)
+
+test: venv  ## run the tests on 8 virtual CPU devices
+	$(BIN)/pytest $(ARGS)
+
+lint: venv  ## ruff: rules and formatting
+	$(BIN)/ruff check $(CODE) kernels
+	$(BIN)/ruff format --check $(CODE) kernels
+
+types: venv  ## mypy
+	$(BIN)/mypy $(CODE)
+
+clean:  ## remove the environments and every cache; runs/ stays
+	rm -rf .venv .venv-* .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment is as good as new if it has the same Python, stands where it was made (its scripts name its folder) and
+# was filled from the same text. Contents, not times: a fresh clone or a switch of branches makes no work where nothing
+# changed, and then no network is needed.
+PYTHON_ID := import sys; print(sys.base_prefix, *sys.version_info[:2])
+
+venv:
+	@command -v "$(PYTHON)" >/dev/null || { \
+		echo "make: $(PYTHON) is not installed; choose another: PYTHON=python3.12 make $(MAKECMDGOALS)" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: jaxscale needs Python >= 3.11, and $(PYTHON) is $$("$(PYTHON)" --version 2>&1);" \
+			"choose another: PYTHON=python3.12 make $(MAKECMDGOALS)" >&2; exit 1; }
+	@place="$(CURDIR) $$("$(PYTHON)" -c '$(PYTHON_ID)')"; \
+	filled="$(EXTRAS) $$(cat setup.cfg pyproject.toml constraints.txt | cksum)"; \
+	if ! [ "$$place" = "$$(cat $(VENV)/made-at 2>/dev/null || true)" ] || ! $(BIN)/python -c '' 2>/dev/null; then \
+		"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { \
+			echo "make: $(PYTHON) has no venv; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }; \
+		echo "making $(VENV) with $$("$(PYTHON)" --version)"; \
+		"$(PYTHON)" -m venv --clear $(VENV); \
+		echo "$$place" > $(VENV)/made-at; \
+	fi; \
+	if ! [ "$$filled" = "$$(cat $(VENV)/filled-from 2>/dev/null || true)" ]; then \
+		echo "installing jaxscale[$(EXTRAS)] into $(VENV)"; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv; \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --build-constraints constraints.txt \
+			-e '.[$(EXTRAS)]' || { \
+			echo "make: uv could not install; trying pip, which is slower but knows this machine's pip.conf" >&2; \
+			$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'; }; \
+		echo "$$filled" > $(VENV)/filled-from; \
+	fi

@@ -1,0 +1,352 @@
+"""The run's configuration: a typed tree of dataclasses, its checks, and its JSON form.
+
+A config file has `get_config(arg="") -> Config`; any field is overridden on the command line
+(`--config.mesh.fsdp=4`). The model, optimiser and schedule parts are the `Config` of the module that implements them,
+so importing that module is the whole registry. Nothing here imports jax: a mistake is reported before a device is touched.
+"""
+
+import dataclasses
+import difflib
+import enum
+import importlib
+import typing
+from typing import Any
+
+# ml_collections 1.1 cannot override fields of frozen dataclasses, `Literal[...]`, `list[...]` or string annotations
+# (`from __future__ import annotations`): hence StrEnum, tuples and mutable dataclasses.
+
+
+class Dtype(enum.StrEnum):
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class AxisTypes(enum.StrEnum):
+    EXPLICIT = "explicit"
+    AUTO = "auto"
+
+
+class Remat(enum.StrEnum):
+    """What the backward pass finds saved, from least to most memory; `ops/remat.py` says what each costs."""
+
+    FULL = "full"
+    ATTENTION = "attention"
+    ATTENTION_MLP = "attention_mlp"
+    GEMMS = "gemms"
+    NONE = "none"
+
+
+class Attention(enum.StrEnum):
+    AUTO = "auto"
+    CUDNN = "cudnn"
+    XLA = "xla"
+
+
+class DataFormat(enum.StrEnum):
+    AUTO = "auto"
+    INDEXED = "indexed"
+    TEXT = "text"
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the mesh axes, slow to fast; their product is the number of devices. One of them may be -1: the rest."""
+
+    stage: int = 1
+    data: int = 1
+    fsdp: int = -1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    axis_types: AxisTypes = AxisTypes.EXPLICIT
+    # What the fsdp axis splits: 1 the optimiser state, 2 also the gradients, 3 also the weights.
+    zero: int = 3
+    # Split the residual stream over `tensor` along the sequence between blocks.
+    sequence_parallel: bool = True
+
+    def sizes(self, num_devices: int) -> dict[str, int]:
+        """Axis name to size, with -1 filled in. Raises ValueError if the product is not `num_devices`."""
+        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        wild = [axis for axis, size in sizes.items() if size == -1]
+        fixed = _product(size for size in sizes.values() if size != -1)
+        if wild and num_devices % fixed == 0:
+            sizes[wild[0]] = num_devices // fixed
+        if _product(sizes.values()) != num_devices:
+            shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all 1"
+            raise ValueError(
+                f"config.mesh ({shown}) needs {'a multiple of ' if wild else ''}{fixed} devices and {num_devices} are "
+                f"here; change config.mesh so that the product is {num_devices}, or set one axis to -1"
+            )
+        return sizes
+
+
+MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class DataConfig:
+    # 'python-stdlib' (the Python standard library's own source), a Megatron .bin/.idx prefix, or a file, folder or
+    # glob of text, JSONL or Parquet.
+    path: str = "python-stdlib"
+    format: DataFormat = DataFormat.AUTO
+    # 'bytes', or the path of a Hugging Face tokenizer.json.
+    tokenizer: str = "bytes"
+    text_field: str = "text"
+    # Where text is kept once it is tokens; empty: the user's cache folder.
+    cache_dir: str = ""
+    # The share of the documents, at the store's end, held out for evaluation.
+    eval_fraction: float = 0.01
+    shuffle: bool = True
+    # cuDNN's packed attention needs a static bound and pays for it: 4% of attention time at 8 documents a row, 19% at 32,
+    # 33% at 64 (H100, rows of 8192 tokens that hold one document). 0: what the fullest row of the data needs, up to 64.
+    # Tokens of a row's further documents become padding.
+    max_documents_per_row: int = 0
+    # Batches read ahead, and the threads that read them.
+    prefetch: int = 4
+    threads: int = 2
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class CheckpointConfig:
+    # False: nothing is saved and nothing can be continued, for benchmarks.
+    enabled: bool = True
+    # Steps between checkpoints; 0: only at the end.
+    every: int = 1000
+    keep_last: int = 2
+    # Checkpoints of steps divisible by this are kept for good; 0: none.
+    keep_every: int = 0
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class EvalConfig:
+    # Steps between evaluations of the held-out text besides the first and the last; 0: none.
+    every: int = 0
+    batches: int = 8
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class SampleConfig:
+    # Tokens sampled at the end; 0: none. Needs a tokenizer.
+    tokens: int = 200
+    prompt: str = "def "
+    temperature: float = 0.8
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class LogConfig:
+    tensorboard: bool = True
+    # The Weights & Biases project; empty: off.
+    wandb_project: str = ""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Config:
+    """One run. `batch_size` is the rows of one update over all devices, gradient accumulation included."""
+
+    model: Any
+    optim: Any
+    schedule: Any
+    steps: int
+    batch_size: int
+    seq_len: int
+    grad_accumulation: int = 1
+    seed: int = 0
+    # Of matrix products and activations; weights, optimiser state and reductions are float32.
+    dtype: Dtype = Dtype.BFLOAT16
+    remat: Remat = Remat.GEMMS
+    # Layers per iteration of the scan over layers.
+    scan_unroll: int = 1
+    attention: Attention = Attention.AUTO
+    # Weight of log(sum(exp(logits)))**2 in the loss (PaLM, section 5); 0: off.
+    z_loss: float = 0.0
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    evaluation: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+
+
+def validate(config: Config) -> None:
+    """Everything that can be checked without devices or data.
+
+    Raises ValueError naming the key, the value and the fix.
+    """
+    check_types(config)
+    for key in ("steps", "batch_size", "seq_len", "grad_accumulation", "scan_unroll", "checkpoint.keep_last",
+                "evaluation.batches", "data.prefetch", "data.threads"):  # fmt: skip
+        _require(get(config, key) >= 1, key, get(config, key), "set it to 1 or more")
+    for key in ("z_loss", "checkpoint.every", "checkpoint.keep_every", "evaluation.every", "sample.tokens",
+                "sample.temperature", "seed", "data.max_documents_per_row"):  # fmt: skip
+        _require(get(config, key) >= 0, key, get(config, key), "set it to 0 or more")
+    fraction = config.data.eval_fraction
+    _require(0 < fraction < 1, "data.eval_fraction", fraction, "set it between 0 and 1, such as 0.01")
+    _validate_mesh(config.mesh)
+    num_microbatches, rows = config.grad_accumulation, config.batch_size
+    _require(rows % num_microbatches == 0, "batch_size", rows, f"make it a multiple of {num_microbatches=}")
+    layers = config.model.num_layers
+    _require(layers % config.scan_unroll == 0, "scan_unroll", config.scan_unroll, f"set it to a divisor of the {layers} layers")  # fmt: skip
+    for part in (config.model, config.optim, config.schedule):
+        part.validate()
+    _require(
+        config.model.max_seq_len is None or config.seq_len <= config.model.max_seq_len,
+        "seq_len", config.seq_len, f"config.model.max_seq_len is {config.model.max_seq_len}",
+    )  # fmt: skip
+
+
+def validate_on(config: Config, num_devices: int) -> dict[str, int]:
+    """The mesh's sizes on this many devices, once batch and model are known to divide over them."""
+    sizes = config.mesh.sizes(num_devices)
+    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    microbatch = config.batch_size // config.grad_accumulation
+    _require(
+        microbatch % shards == 0, "batch_size", config.batch_size,
+        f"config.batch_size / config.grad_accumulation = {microbatch} rows must be a multiple of data * fsdp * expert = "
+        f"{shards}; set config.batch_size to a multiple of {shards * config.grad_accumulation}",
+    )  # fmt: skip
+    tensor = sizes["tensor"]
+    if config.mesh.sequence_parallel and tensor > 1:
+        _require(
+            config.seq_len % tensor == 0, "seq_len", config.seq_len,
+            f"sequence parallelism splits it over config.mesh.tensor={tensor}; make it a multiple or set "
+            f"config.mesh.sequence_parallel=False",
+        )  # fmt: skip
+    config.model.validate_on(sizes)
+    return sizes
+
+
+def _validate_mesh(mesh: MeshConfig) -> None:
+    for axis in MESH_AXES:
+        size = getattr(mesh, axis)
+        _require(size >= 1 or size == -1, f"mesh.{axis}", size, "set it to 1 or more, or to -1 for the rest")
+    wild = [axis for axis in MESH_AXES if getattr(mesh, axis) == -1]
+    if len(wild) > 1:
+        raise ValueError(
+            f"config.mesh.{wild[0]} and config.mesh.{wild[1]} are both -1; only one axis can take the rest"
+        )
+    for axis in ("stage", "expert", "context"):
+        size = getattr(mesh, axis)
+        _require(size == 1, f"mesh.{axis}", size, f"this release has no code for it yet; set config.mesh.{axis}=1")
+    _require(mesh.zero in (1, 2, 3), "mesh.zero", mesh.zero, "set it to 1, 2 or 3")
+
+
+def check_types(node, path: str = "config") -> None:
+    """Raises ValueError for a field whose value has not the annotated type (an int is taken for a float)."""
+    hints = typing.get_type_hints(type(node))
+    for field in dataclasses.fields(node):
+        value, hint = getattr(node, field.name), hints[field.name]
+        key = f"{path}.{field.name}"
+        if hint is float and type(value) is int:
+            setattr(node, field.name, float(value))
+        elif isinstance(hint, type) and issubclass(hint, enum.Enum):
+            setattr(node, field.name, _enum(hint, value, key))
+        elif dataclasses.is_dataclass(value):
+            check_types(value, key)
+        elif not _matches(value, hint):
+            name = getattr(hint, "__name__", str(hint))
+            raise ValueError(f"{key}={value!r} is of type {type(value).__name__}; set it to a value of type {name}")
+
+
+def _enum(hint, value, key):
+    try:
+        return hint(value)
+    except ValueError:
+        choices = ", ".join(repr(choice.value) for choice in hint)
+        raise ValueError(f"{key}={value!r} is not one of {choices}") from None
+
+
+def _matches(value, hint) -> bool:
+    if hint is Any:
+        return True
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        item = typing.get_args(hint)[0]
+        return isinstance(value, tuple) and all(_matches(v, item) for v in value)
+    if origin is not None:  # a union such as `int | None`
+        return any(_matches(value, option) for option in typing.get_args(hint))
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, hint)
+
+
+def get(config, key: str):
+    """`get(config, "mesh.fsdp")`."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _require(holds: bool, key: str, value, fix: str) -> None:
+    if not holds:
+        raise ValueError(f"config.{key}={value!r}: {fix}")
+
+
+def _product(sizes) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
+
+
+# JSON: every dataclass is a dict; the model, optimiser and schedule also say which class they are.
+
+
+def to_json(node) -> dict:
+    """The config as plain dicts, strings, numbers and lists."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        if dataclasses.is_dataclass(value):
+            out[field.name] = to_json(value)
+            if field.type is Any:
+                out[field.name] = {"type": f"{type(value).__module__}:{type(value).__qualname__}"} | out[field.name]
+        else:
+            out[field.name] = list(value) if isinstance(value, tuple) else value
+    return out
+
+
+def from_json(data: dict, cls: type = Config, path: str = "config"):
+    """The inverse of `to_json`; raises ValueError for a key the class has not, or a value of the wrong type."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = [name for name in data if name not in fields and name != "type"]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], fields, n=1)
+        raise ValueError(f"{path}.{unknown[0]} is not a setting" + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(fields)}"))  # fmt: skip
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if name == "type":
+            continue
+        key = f"{path}.{name}"
+        if isinstance(value, dict):
+            child = _class_named(value["type"], key) if "type" in value else hints[name]
+            value = from_json(value, child, key)
+        elif isinstance(value, list):
+            value = tuple(value)
+        values[name] = value
+    try:
+        node = cls(**values)
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    check_types(node, path)
+    return node
+
+
+def _class_named(name: str, key: str):
+    module, _, attribute = name.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{key}.type={name!r} cannot be imported ({error})") from None
+    if not dataclasses.is_dataclass(cls):
+        raise ValueError(f"{key}.type={name!r} is not a dataclass")
+    return cls
+
+
+def from_config_dict(config) -> Config:
+    """A Config out of whatever a config file returned: a Config, or an ml_collections ConfigDict of the same keys."""
+    if isinstance(config, Config):
+        return config
+    return from_json(config.to_dict())

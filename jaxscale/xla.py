@@ -1,0 +1,25 @@
+"""What XLA and JAX are told before and around a run, in one place."""
+
+import os
+from pathlib import Path
+
+# The share of a GPU's memory that JAX takes; the rest is for NCCL, cuDNN and the CUDA context (3-5 GB on H100).
+MEMORY_FRACTION = "0.92"
+
+
+def set_environment() -> None:
+    """Sets what must be in the environment before JAX starts; whatever the user has set stays. Call before any device is used."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+
+
+def enable_compilation_cache(folder: str | Path | None = None) -> Path:
+    """Keeps compiled programs for the next start, in `folder` or the user's cache folder; returns it.
+
+    JAX_COMPILATION_CACHE_DIR, if set, wins.
+    """
+    import jax
+
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxscale" / "jax"
+    folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or folder or default)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return folder

@@ -1,0 +1,163 @@
+"""Documents -> a token store, once: `convert` writes one where asked, `cached_store` in the cache."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+
+from jaxscale.data import text
+from jaxscale.data.indexed import IndexedDataset, IndexedWriter, is_store
+from jaxscale.data.permutation import derive_keys, permute
+
+# Part of the cache key: raise it when the same text and tokenizer give another store.
+FORMAT_VERSION = 1
+# The order of documents in a store is not the run's seed's business: one store serves every seed.
+ORDER_SEED = 0
+# One call of a tokenizer: enough for its threads to share, small enough to stay in memory.
+CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 1024, 2**22
+
+log = logging.getLogger(__name__)
+
+
+def convert(path, prefix, tokenizer, *, format="auto", text_field="text"):
+    """Tokenises the text at `path` into the store `prefix` and returns it opened.
+
+    Every document gets the tokenizer's end-of-document token and documents are written in a hashed
+    order, so that neighbours in the store are unrelated and its tail is a fair held-out sample. Needs
+    twice the store's size on disk while it runs, and no memory beyond 8 bytes per document.
+    Documents without text are skipped and counted in the log.
+    Raises ValueError for unreadable text (see text.read_documents) or if no document has text.
+    """
+    format, files = text.find_files(path, format)
+    if format == "indexed":
+        raise ValueError(f"{path!r} is a token store already; set config.data.path to it")
+    documents = text.read_documents(path, format, files, text_field)
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
+    # In a folder of its own, so that whatever goes wrong one deletion cleans up.
+    folder = Path(f"{prefix}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
+    folder.mkdir(parents=True)
+    try:
+        num_empty = _write_in_order(documents, folder / "in_order", tokenizer, dtype)
+        if num_empty:
+            log.warning("%s: skipped %d documents without text", path, num_empty)
+        _write_shuffled(folder / "in_order", prefix, dtype)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return IndexedDataset(prefix)
+
+
+def cached_store(path, tokenizer, *, format="auto", text_field="text", cache_dir=""):
+    """The store for the text at `path`: from the cache, or converted into it first.
+
+    The key covers the names, sizes and modification times of the files, the tokenizer's content, the
+    field and FORMAT_VERSION, so changed text makes a new store (old ones stay; delete the folder to
+    free the space). Processes that start together convert once: the others wait for a lock. Where the
+    file system has no locks each converts for itself, and all end with the same files.
+    A cached store that cannot be opened is converted again.
+    """
+    format, files = text.find_files(path, format)
+    root = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    prefix = root / _fingerprint(format, files, text_field, tokenizer)
+    store = _open_cached(prefix, path)
+    if store is not None:
+        return store
+    root.mkdir(parents=True, exist_ok=True)
+    with _lock(prefix.with_suffix(".lock")):
+        store = _open_cached(prefix, path)
+        if store is None:
+            _build(prefix, path, tokenizer, format, text_field)
+            store = IndexedDataset(prefix, name=path)
+    return store
+
+
+def default_cache_dir():
+    """$XDG_CACHE_HOME/jaxscale/data, or ~/.cache/jaxscale/data."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxscale" / "data"
+
+
+def _write_in_order(documents, prefix, tokenizer, dtype):
+    num_empty, end = 0, np.array([tokenizer.end_of_document], dtype)
+    with IndexedWriter(prefix, dtype) as writer:
+        for chunk in _chunks(documents):
+            filled = [document for document in chunk if document]
+            num_empty += len(chunk) - len(filled)
+            for ids in tokenizer.encode_batch(filled):
+                writer.add(np.concatenate([ids.astype(dtype), end]))
+        if not writer.num_documents:
+            raise ValueError(
+                f"none of the {num_empty} documents holds text; check config.data.path and config.data.text_field"
+            )
+    return num_empty
+
+
+def _chunks(documents):
+    chunk, size = [], 0
+    for document in documents:
+        chunk.append(document)
+        size += len(document)
+        if len(chunk) == CHUNK_DOCUMENTS or size >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, size = [], 0
+    yield chunk
+
+
+def _write_shuffled(source_prefix, prefix, dtype):
+    source = IndexedDataset(source_prefix)
+    keys = derive_keys(ORDER_SEED)
+    with IndexedWriter(prefix, dtype) as writer:
+        for first in range(0, len(source), 2**16):
+            block = np.arange(first, min(first + 2**16, len(source)))
+            for number in permute(block, len(source), keys):
+                writer.add(source[number])
+
+
+def _fingerprint(format, files, text_field, tokenizer):
+    listing = [(name, file.stat().st_size, file.stat().st_mtime_ns) for name, file in files]
+    key = json.dumps([FORMAT_VERSION, format, text_field, tokenizer.fingerprint, listing])
+    return hashlib.sha256(key.encode()).hexdigest()[:20]
+
+
+def _open_cached(prefix, name):
+    if not is_store(prefix):
+        return None
+    try:
+        return IndexedDataset(prefix, name=name)
+    except ValueError as error:
+        log.warning("the cached store is damaged, converting again: %s", error)
+        return None
+
+
+def _build(prefix, path, tokenizer, format, text_field):
+    """Converts beside `prefix`, then replaces its files one by one.
+
+    The same key gives the same bytes, so whoever else builds or reads meanwhile sees the old file or
+    an equal new one; moving a damaged store out of the way first would leave a moment without any.
+    """
+    start = time.monotonic()
+    folder = Path(f"{prefix}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        store = convert(path, folder / "store", tokenizer, format=format, text_field=text_field)
+        for end in (".bin", ".idx"):
+            os.replace(folder / f"store{end}", f"{prefix}{end}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    seconds = time.monotonic() - start
+    log.info("%s: %d documents, %d tokens, converted in %.1f s", path, len(store), store.num_tokens, seconds)
+
+
+@contextlib.contextmanager
+def _lock(path):
+    import fcntl  # here, because the rest of the package also imports where it is missing
+
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            log.warning("no lock on %s (%s); every process converts for itself", path, error)
+        yield

@@ -1,0 +1,205 @@
+"""From the data settings to batches: the corpus of a run, and Grain reading ahead of the trainer."""
+
+import hashlib
+import logging
+import sys
+
+import numpy as np
+
+from jaxscale.data.convert import cached_store
+from jaxscale.data.indexed import IndexedDataset
+from jaxscale.data.rows import TokenRows
+from jaxscale.data.text import find_files
+from jaxscale.data.tokenizer import open_tokenizer
+
+# Held-out rows are the same in every run, whatever its seed: evaluation losses stay comparable.
+EVAL_SEED = 0
+# What a fingerprint and an entropy look at: up to this much of a store, in evenly spaced blocks.
+BLOCK_TOKENS = 2**14
+FINGERPRINT_BLOCKS = 64
+TRAIN_BLOCKS, EVAL_BLOCKS = 1024, 256
+# With config.data.max_documents_per_row=0 the bound is what the data needs, but not more than this.
+MOST_DOCUMENTS = 64
+
+log = logging.getLogger(__name__)
+
+
+class Corpus:
+    """The documents of a run, split in two.
+
+    train, eval: TokenRows; eval is None with config.data.eval_fraction=0. tokenizer: None for a store of
+    tokens, unless config.data.tokenizer names a tokenizer.json. description: what makes the store this store,
+    for a checkpoint to keep; plain JSON values.
+    """
+
+    def __init__(self, dataset, tokenizer, train, eval):
+        self.dataset, self.tokenizer, self.train, self.eval = dataset, tokenizer, train, eval
+        self.description = {
+            "num_documents": len(dataset.document_offsets) - 1,
+            "num_tokens": int(dataset.document_offsets[-1]),
+            "dtype": dataset.tokens.dtype.name,
+            "fingerprint": _fingerprint(dataset),
+        }
+
+    def check_same(self, description):
+        """Raises ValueError naming what differs if a checkpoint's `description` is of other data."""
+        differs = [
+            f"{key} was {description.get(key)!r}, is {value!r}"
+            for key, value in self.description.items()
+            if description.get(key) != value
+        ]
+        if differs:
+            raise ValueError(
+                f"{self.dataset.name} is not the data this run began with: {'; '.join(differs)}. Resuming would "
+                "repeat some documents and skip others: restore config.data.path and config.data.tokenizer, or "
+                "start a new run"
+            )
+
+    def unigram_entropy(self):
+        """Nats per token of the held-out text under train token frequencies: what a model that ignores
+        its context reaches. A loss that does not get below it has learned no context.
+
+        Exact for up to 16 Mi train and 4 Mi held-out tokens, else estimated from that many, in evenly
+        spaced blocks (the log says so). Add-one smoothing. Without an eval split train stands in.
+        """
+        train, held_out = self.train, self.eval or self.train
+        counts = np.ones(train.vocab_size)
+        counts += _count_ids(train, TRAIN_BLOCKS)
+        held_out_counts = _count_ids(held_out, EVAL_BLOCKS)
+        log_frequencies = np.log(counts / counts.sum())
+        return float(-(held_out_counts * log_frequencies).sum() / held_out_counts.sum())
+
+
+def open_dataset(data_config, *, seed, seq_len, vocab_size):
+    """The Corpus that `data_config` (a config.DataConfig) describes; text is converted on the first use.
+
+    Raises ValueError, before any device is touched, for data that is missing, damaged, too small for
+    a row of seq_len tokens in either split, or that does not fit vocab_size.
+    """
+    format, _ = find_files(data_config.path, data_config.format)
+    tokenizer = None
+    if format != "indexed" or data_config.tokenizer != "bytes":
+        tokenizer = open_tokenizer(data_config.tokenizer)
+        _check_vocabulary(tokenizer, data_config.tokenizer, vocab_size)
+    if format == "indexed":
+        dataset = IndexedDataset(data_config.path)
+    else:
+        dataset = cached_store(
+            data_config.path,
+            tokenizer,
+            format=format,
+            text_field=data_config.text_field,
+            cache_dir=data_config.cache_dir,
+        )
+    common = {
+        "seq_len": seq_len,
+        "vocab_size": vocab_size,
+        "eval_fraction": data_config.eval_fraction,
+        "max_documents_per_row": data_config.max_documents_per_row or MOST_DOCUMENTS,
+    }
+    train = TokenRows(dataset, split="train", seed=seed, shuffle=data_config.shuffle, **common)
+    held_out = None
+    if data_config.eval_fraction:
+        held_out = TokenRows(dataset, split="eval", seed=EVAL_SEED, shuffle=True, **common)
+    if data_config.max_documents_per_row == 0:
+        splits = [split for split in (train, held_out) if split is not None]
+        needed = max(split.most_documents() for split in splits)
+        for split in splits:  # a power of two: a few more documents do not compile the step anew
+            split.max_documents_per_row = min(1 << (needed - 1).bit_length(), MOST_DOCUMENTS)
+    return Corpus(dataset, tokenizer, train, held_out)
+
+
+def batches(rows, *, batch_size, start=0, local_rows=None, prefetch=4, threads=2):
+    """Yields (n, Batch) for n = start, start + 1, ... without end; close() it to stop its threads.
+
+    rows: TokenRows; batch n holds samples [n * batch_size, (n + 1) * batch_size), across epochs.
+    local_rows: int [num_local], sorted: which rows of the global batch this host reads; default all.
+    prefetch: batches read ahead, 0 for none; threads: how many read them. Neither changes a value.
+
+    An exception in a reader is raised here, at the batch it belongs to; the iterator then ends.
+    Raises ValueError for arguments out of range.
+    """
+    local_rows = np.arange(batch_size) if local_rows is None else np.asarray(local_rows)
+    _check_batches(batch_size, start, local_rows, prefetch, threads)
+    import grain  # imports jax, 2 s: scripts that only convert or count do without
+
+    # A Grain element is a whole batch: 2 threads read 280 M tokens/s in batches of 64 rows of 8192, and
+    # 24 M/s where an element is one row (scripts/bench_data.py on 2 cores).
+    source = grain.MapDataset.source(_BatchSource(rows, batch_size, start, local_rows))
+    # Grain wants a buffer no smaller than the threads that fill it, or logs a warning.
+    options = grain.ReadOptions(num_threads=min(threads, prefetch), prefetch_buffer_size=prefetch)
+    return _until_closed(iter(source.to_iter_dataset(options)))
+
+
+class _BatchSource:
+    """Grain's random access source protocol: item i is (start + i, that Batch)."""
+
+    def __init__(self, rows, batch_size, start, local_rows):
+        self._rows, self._batch_size, self._start, self._local_rows = rows, batch_size, start, local_rows
+
+    def __len__(self):
+        # Without end, as far as int64 sample numbers go.
+        return (sys.maxsize - 1) // self._batch_size - self._start
+
+    def __getitem__(self, index):
+        number = self._start + int(index)
+        return number, self._rows.rows(number * self._batch_size + self._local_rows)
+
+
+def _until_closed(iterator):
+    try:
+        yield from iterator
+    finally:
+        iterator.close()
+
+
+def _check_batches(batch_size, start, local_rows, prefetch, threads):
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("start", start, 0),
+        ("config.data.prefetch", prefetch, 0),
+        ("config.data.threads", threads, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    is_sorted = local_rows.ndim == 1 and local_rows.size > 0 and (np.diff(local_rows) > 0).all()
+    if not is_sorted or local_rows[0] < 0 or local_rows[-1] >= batch_size:
+        raise ValueError(f"local_rows={local_rows} must rise within range(batch_size={batch_size})")
+
+
+def _check_vocabulary(tokenizer, name, vocab_size):
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"config.data.tokenizer={name!r} has {tokenizer.vocab_size} ids but vocab_size={vocab_size}; set "
+            f"config.model.vocab_size to {tokenizer.vocab_size} or more"
+        )
+
+
+def _fingerprint(dataset):
+    """Hex, of the bounds of documents and of sampled tokens: content, not file times, so that a copy
+    on another machine is the same data. Reads at most 1 MiB tokens whatever the store's size."""
+    digest = hashlib.sha256()
+    for array in (dataset.document_offsets, dataset.tokens):
+        for block in _blocks(array, FINGERPRINT_BLOCKS):
+            digest.update(np.ascontiguousarray(block).tobytes())
+    return digest.hexdigest()[:20]
+
+
+def _blocks(array, num_blocks):
+    """The whole of `array` in one block, or `num_blocks` of BLOCK_TOKENS, first and last included."""
+    if len(array) <= num_blocks * BLOCK_TOKENS:
+        return [array]
+    starts = np.linspace(0, len(array) - BLOCK_TOKENS, num_blocks).astype(np.int64)
+    return [array[start : start + BLOCK_TOKENS] for start in starts]
+
+
+def _count_ids(rows, num_blocks):
+    blocks = _blocks(rows.stream, num_blocks)
+    num_counted = sum(map(len, blocks))
+    if num_counted < rows.num_tokens:
+        log.info("unigram entropy: counted %d of %d %s tokens", num_counted, rows.num_tokens, rows.split)
+    counts = np.zeros(rows.vocab_size, np.int64)
+    for block in blocks:
+        found = np.bincount(block)
+        counts[: len(found)] += found[: rows.vocab_size]
+    return counts

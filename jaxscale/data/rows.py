@@ -1,0 +1,275 @@
+"""Packing as index arithmetic: row r of epoch e is computed, never stored.
+
+A split is a run of whole documents of the store, its tokens taken as a circle. Epoch e cuts the circle
+into `num_rows` windows of seq_len tokens, beginning at a place drawn from (seed, e), and visits them in
+an order drawn from (seed, e). So sample i needs nothing but (seed, i): no state to save, no table to
+build, and the same batches for any number of hosts and threads. A row wastes nothing: documents are cut
+at its ends, and cut elsewhere in the next epoch. (Less than one row of tokens an epoch is left over.)
+"""
+
+import logging
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.data.batch import Batch
+from jaxscale.data.permutation import NUM_ROUNDS, derive_keys, permute
+
+NUM_CHECKED_ROWS = 64  # at the start; every row is checked again as it is read
+PADDING = Batch(tokens=0, targets=-1, segments=0, positions=0)
+
+log = logging.getLogger(__name__)
+
+
+class TokenRows:
+    """The rows of one split of a token store.
+
+    dataset: has `tokens` [num_tokens], `document_offsets` int64 [num_documents + 1] and `name`
+        (`indexed.IndexedDataset`).
+    split: "train", or "eval": the last round(eval_fraction * num_documents) documents, at least one.
+        "train" is everything before them; with eval_fraction=0 it is everything.
+    shuffle: False gives the rows in store order, the same in every epoch.
+    max_documents_per_row: where a row has more, its tokens from the next document on become padding.
+
+    num_rows: rows in an epoch. num_tokens: tokens in the split. dropped_tokens: tokens that became
+    padding in the rows read so far (a loader reads ahead).
+
+    Raises ValueError if the split has no documents or less than one row of tokens, if the dtype holds
+    no integers, or if the first, last or one of 62 rows between them holds an id outside range(vocab_size).
+    """
+
+    def __init__(
+        self,
+        dataset,
+        *,
+        seq_len,
+        seed,
+        vocab_size,
+        split="train",
+        eval_fraction=0.01,
+        shuffle=True,
+        max_documents_per_row=32,
+    ):
+        _check_arguments(dataset, seq_len, seed, vocab_size, split, eval_fraction, max_documents_per_row)
+        self.dataset, self.split, self.seed, self.shuffle = dataset, split, seed, shuffle
+        self.seq_len, self.vocab_size, self.max_documents_per_row = seq_len, vocab_size, max_documents_per_row
+        self.first_document, last = _split_bounds(dataset, split, eval_fraction)
+        self._offsets = dataset.document_offsets[self.first_document : last + 1]
+        self._begin, self._end = int(self._offsets[0]), int(self._offsets[-1])
+        self.num_tokens = self._end - self._begin
+        self.num_rows = self.num_tokens // seq_len
+        if self.num_rows == 0:
+            raise ValueError(_too_short(dataset, split, self.num_documents, self.num_tokens, seq_len))
+        self.dropped_tokens = 0
+        self._lock = threading.Lock()
+        self._check_sample()
+
+    @property
+    def num_documents(self):
+        """Documents in the split."""
+        return len(self._offsets) - 1
+
+    @property
+    def stream(self):
+        """The split's tokens in store order, [num_tokens] in the store's dtype; a view."""
+        return self.dataset.tokens[self._begin : self._end]
+
+    def most_documents(self):
+        """The most documents that any row of any epoch can hold: no row needs a larger max_documents_per_row."""
+        beyond_end = np.searchsorted(self._offsets, self._begin + self.seq_len) + 1
+        offsets = np.concatenate([self._offsets, self._offsets[1:beyond_end] + self.num_tokens])  # the circle closes
+        # The fullest row that begins in a document begins with its last token.
+        row_ends = self._offsets[1:] - 1 + self.seq_len
+        return int((np.searchsorted(offsets, row_ends) - np.arange(self.num_documents)).max())
+
+    def rows(self, indices):
+        """The Batch of these samples, int32 [len(indices), seq_len] each.
+
+        indices: global sample numbers, any order; sample i is row i % num_rows of epoch i // num_rows.
+        Raises ValueError for a token id outside range(vocab_size), naming document and position.
+        """
+        starts = self._starts(np.asarray(indices, np.int64))
+        begins, ends = self._pieces(starts)
+        tokens, targets = self._read(begins, ends)
+        runs = self._runs(begins, ends)
+        targets.ravel()[runs.after[runs.is_document_end] - 1] = -1
+        batch = Batch(tokens, targets, *_segments_and_positions(runs, targets.shape))
+        self._drop_overflow(batch, runs)
+        return batch
+
+    def _starts(self, indices):
+        """Where each row begins in the store, int64 [rows]."""
+        if indices.size and indices.min() < 0:
+            raise ValueError(f"sample numbers count from 0, got {indices.min()}")
+        epochs, numbers = np.divmod(indices, self.num_rows)
+        if not self.shuffle:
+            return self._begin + numbers * self.seq_len
+        starts = np.empty_like(numbers)
+        for epoch in np.unique(epochs):  # nearly always one or two
+            here = epochs == epoch
+            *keys, shift = derive_keys(self.seed, int(epoch), num_keys=NUM_ROUNDS + 1)
+            order = permute(numbers[here], self.num_rows, keys)
+            starts[here] = (order * self.seq_len + int(shift) % self.num_tokens) % self.num_tokens
+        return self._begin + starts
+
+    def _pieces(self, starts):
+        """Begin and end in the store of the two pieces of each row, int64 [rows, 2] each.
+
+        The second piece is empty except in the one row of an epoch that runs over the split's end.
+        """
+        first_end = np.minimum(starts + self.seq_len, self._end)
+        rest = self.seq_len - (first_end - starts)
+        begins = np.stack([starts, np.full_like(starts, self._begin)], axis=1)
+        return begins, np.stack([first_end, self._begin + rest], axis=1)
+
+    def _read(self, begins, ends):
+        """tokens and targets int32 [rows, seq_len]; ends of documents are not yet masked in targets."""
+        stream, seq_len = self.dataset.tokens, self.seq_len
+        tokens = np.empty((len(begins), seq_len), np.int32)
+        targets = np.empty_like(tokens)
+        for row, ((begin, _), (end, wrapped_end)) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+            window = stream[begin : end + 1]  # with the last target, unless the store ends here
+            if end - begin < seq_len:
+                window = np.concatenate([stream[begin:end], stream[self._begin : wrapped_end + 1]])
+            if _max_as_unsigned(window) >= self.vocab_size:
+                self._refuse_ids(begin, end, wrapped_end)
+            tokens[row] = window[:seq_len]
+            targets[row, : len(window) - 1] = window[1:]
+            targets[row, len(window) - 1 :] = -1
+        return tokens, targets
+
+    def _runs(self, begins, ends):
+        first = np.searchsorted(self._offsets, begins, side="right") - 1
+        counts = np.searchsorted(self._offsets, ends, side="left") - first
+        piece = np.repeat(np.arange(counts.size), counts.ravel())
+        document = first.ravel()[piece] + _count_within(counts.ravel())
+        document_ends, piece_ends = self._offsets[document + 1], ends.ravel()[piece]
+        starts = np.maximum(self._offsets[document], begins.ravel()[piece])
+        lengths = np.minimum(document_ends, piece_ends) - starts
+        numbers = _count_within(counts.sum(axis=1)) + 1
+        return _Runs(lengths, np.cumsum(lengths), numbers, document_ends <= piece_ends)
+
+    def _drop_overflow(self, batch, runs):
+        """Pads each row from its document number max_documents_per_row + 1 on."""
+        over = runs.numbers == self.max_documents_per_row + 1
+        if not over.any():
+            return
+        dropped = 0
+        for start in (runs.after - runs.lengths)[over].tolist():
+            row, column = divmod(start, self.seq_len)
+            for field, padding in zip(batch, PADDING, strict=True):
+                field[row, column:] = padding
+            dropped += self.seq_len - column
+        with self._lock:
+            is_first, self.dropped_tokens = self.dropped_tokens == 0, self.dropped_tokens + dropped
+        if is_first:
+            log.warning(
+                "%s: %d of %d rows hold more than config.data.max_documents_per_row=%d documents; %d of their %d "
+                "tokens are padded away (said once, counted in dropped_tokens): raise it, or lower seq_len=%d",
+                self.dataset.name,
+                over.sum(),
+                len(batch.tokens),
+                self.max_documents_per_row,
+                dropped,
+                over.sum() * self.seq_len,
+                self.seq_len,
+            )
+
+    def _check_sample(self):
+        last = self._end - self.seq_len
+        for begin in np.linspace(self._begin, last, NUM_CHECKED_ROWS).astype(np.int64).tolist():
+            if _max_as_unsigned(self.dataset.tokens[begin : begin + self.seq_len]) >= self.vocab_size:
+                self._refuse_ids(begin, begin + self.seq_len, self._begin)
+
+    def _refuse_ids(self, begin, end, wrapped_end):
+        for low, high in ((begin, end + 1), (self._begin, wrapped_end + 1)):
+            ids = self.dataset.tokens[low:high]
+            bad = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
+            if bad.size:
+                token = low + int(bad[0])
+                offsets = self.dataset.document_offsets
+                document = int(np.searchsorted(offsets, token, side="right")) - 1
+                raise ValueError(
+                    f"{self.dataset.name}: document {document} holds id {ids[bad[0]]} at position "
+                    f"{token - offsets[document]} (token {token} of the store), outside range("
+                    f"vocab_size={self.vocab_size}); set config.model.vocab_size to the tokenizer's, or "
+                    "config.data.path and config.data.tokenizer to the ones that belong together"
+                )
+        raise AssertionError("no id out of range to report")
+
+
+class _Runs(NamedTuple):
+    """The parts of documents that rows consist of, in row order; [runs] arrays.
+
+    lengths, after: tokens in the run, and in all runs up to and including it. numbers: which run of
+    its row, from 1. is_document_end: whether the document's last token is the run's.
+    """
+
+    lengths: np.ndarray
+    after: np.ndarray
+    numbers: np.ndarray
+    is_document_end: np.ndarray
+
+
+def _segments_and_positions(runs, shape):
+    segments = np.repeat(runs.numbers.astype(np.int32), runs.lengths)
+    positions = np.arange(segments.size, dtype=np.int32)
+    positions -= np.repeat((runs.after - runs.lengths).astype(np.int32), runs.lengths)
+    return segments.reshape(shape), positions.reshape(shape)
+
+
+def _max_as_unsigned(window):
+    """The largest id; a negative one shows as a huge one, so that one pass finds both."""
+    return window.view(f"<u{window.itemsize}").max()
+
+
+def _count_within(counts):
+    """0..counts[0]-1, 0..counts[1]-1, ... in one array."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+def _split_bounds(dataset, split, eval_fraction):
+    """First document of the split and the one after its last."""
+    num_documents = len(dataset.document_offsets) - 1
+    num_eval = max(1, round(eval_fraction * num_documents)) if eval_fraction else 0
+    if eval_fraction and num_eval >= num_documents:
+        raise ValueError(
+            f"{dataset.name} has {num_documents} documents and config.data.eval_fraction={eval_fraction} holds out "
+            f"{num_eval}, leaving none to train on; lower it, set it to 0 for no held-out split, or add documents"
+        )
+    if split == "eval":
+        return num_documents - num_eval, num_documents
+    return 0, num_documents - num_eval
+
+
+def _too_short(dataset, split, num_documents, num_tokens, seq_len):
+    fix = "raise config.data.eval_fraction, " if split == "eval" else ""
+    return (
+        f"the {split} split of {dataset.name} has {num_documents} documents with {num_tokens} tokens, less than "
+        f"one row of seq_len={seq_len} (the store has {len(dataset.tokens)} tokens in "
+        f"{len(dataset.document_offsets) - 1} documents); {fix}lower seq_len, or add text"
+    )
+
+
+def _check_arguments(dataset, seq_len, seed, vocab_size, split, eval_fraction, max_documents_per_row):
+    if split not in ("train", "eval"):
+        raise ValueError(f"split={split!r} is neither 'train' nor 'eval'")
+    if not 0 <= eval_fraction < 1:
+        raise ValueError(f"config.data.eval_fraction={eval_fraction} must be at least 0 and below 1")
+    if split == "eval" and eval_fraction == 0:
+        raise ValueError("config.data.eval_fraction=0 holds nothing out; raise it to have an eval split")
+    for name, value, least in (
+        ("seq_len", seq_len, 1),
+        ("vocab_size", vocab_size, 1),
+        ("config.data.max_documents_per_row", max_documents_per_row, 1),
+        ("seed", seed, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    if dataset.tokens.dtype.kind not in "iu":
+        raise ValueError(
+            f"{dataset.name} has dtype {dataset.tokens.dtype.name}, which holds no token ids; config.data.path "
+            "needs an integer store"
+        )

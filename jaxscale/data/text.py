@@ -1,0 +1,170 @@
+"""Text on disk -> documents: plain files (one document each), JSONL and Parquet (one per record)."""
+
+import glob
+import gzip
+import json
+import logging
+import os
+import sysconfig
+from pathlib import Path
+
+from jaxscale.data import indexed
+
+STDLIB = "python-stdlib"
+SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".bin": "indexed", ".idx": "indexed"}
+
+log = logging.getLogger(__name__)
+
+
+def find_files(path, format="auto"):
+    """Returns (format, files): which format `path` is in and its files, sorted, as (name, Path) pairs.
+
+    path: 'python-stdlib', a token store's prefix, a file, a folder (read recursively, hidden files left
+        out) or a glob. A name is relative to the folder, so that a moved folder keeps its cache.
+    format: 'auto' goes by the suffixes. The files of 'indexed' are not listed.
+    Raises ValueError if nothing is there or the suffixes of a folder disagree.
+    """
+    if path == STDLIB:
+        return "text", _stdlib_files()
+    if format == "indexed" or (format == "auto" and indexed.is_store(path)):
+        return "indexed", []
+    files = _list_files(path)
+    formats = {name: _format_of(name) for name, _ in files}
+    if format == "auto":
+        return _agreed(path, formats), files
+    if format != "text" and len(files) > 1:  # a folder of data usually has a README beside it
+        files = [file for file in files if formats[file[0]] == format]
+    if not files:
+        raise ValueError(f"config.data.path={path!r} holds no {format} file; set config.data.format to what it holds")
+    return str(format), files
+
+
+def read_documents(path, format, files, text_field):
+    """Yields the text of every document, in the order of `files` (from `find_files`).
+
+    Raises ValueError naming file and line for what is not UTF-8, not JSON, or lacks the field. Only
+    'python-stdlib' may skip: it holds files in other encodings on purpose, to test Python with.
+    """
+    if format == "jsonl":
+        read = _read_jsonl
+    elif format == "parquet":
+        read = _read_parquet
+    else:
+        read = _read_stdlib if path == STDLIB else _read_text
+    for _, file in files:
+        yield from read(file, text_field)
+
+
+def _stdlib_files():
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [(str(file.relative_to(root)), file) for file in root.rglob("*.py")]
+    installed = ("site-packages", "dist-packages")
+    return sorted((name, file) for name, file in files if not name.startswith(installed))
+
+
+def _list_files(path):
+    found = os.path.expanduser(path)
+    if os.path.isdir(found):
+        root = Path(found)
+        files = [(str(file.relative_to(root)), file) for file in root.rglob("*") if file.is_file()]
+        files = [(name, file) for name, file in files if not any(part[0] == "." for part in Path(name).parts)]
+    elif os.path.isfile(found):
+        files = [(os.path.basename(found), Path(found))]
+    else:
+        files = [(name, Path(name)) for name in glob.glob(found, recursive=True) if os.path.isfile(name)]
+    if not files:
+        raise ValueError(
+            f"config.data.path={path!r} finds no file; give 'python-stdlib', the prefix of a .bin/.idx store, or a "
+            "text, JSONL or Parquet file, folder or glob (quote a glob in the shell)"
+        )
+    return sorted(files)
+
+
+def _format_of(name):
+    name = name.lower().removesuffix(".gz")
+    return SUFFIXES.get(os.path.splitext(name)[1], "text")
+
+
+def _agreed(path, formats):
+    examples = {format: name for name, format in formats.items()}
+    if "indexed" in examples:
+        raise ValueError(
+            f"config.data.path={path!r} is a folder with a token store in it; set config.data.path to the store's "
+            f"prefix, {os.path.join(path, indexed.strip_suffix(examples['indexed']))!r}"
+        )
+    if len(examples) > 1:
+        mix = ", ".join(f"{format} ({name})" for format, name in sorted(examples.items()))
+        raise ValueError(
+            f"config.data.path={path!r} mixes formats: {mix}; set config.data.format to the one to read, or use a glob"
+        )
+    return next(iter(examples))
+
+
+def _read_text(file, _):
+    with _open(file) as opened:
+        content = opened.read()
+    try:
+        yield content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file} is not UTF-8 at byte {error.start}; convert it, move it away, or narrow config.data.path to a glob"
+        ) from error
+
+
+def _read_stdlib(file, _):
+    try:
+        yield file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        log.debug("skipped %s: not UTF-8", file)
+
+
+def _read_jsonl(file, field):
+    with _open(file) as lines:
+        for number, line in enumerate(lines, 1):
+            if line.isspace():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{file} line {number} is not JSON: {error}") from error
+            text = _text_of(record, field, f"{file} line {number}")
+            # Half of a surrogate pair is valid JSON (truncated emoji) but no text: UTF-8 cannot hold it.
+            yield text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if rb"\ud" in line else text
+
+
+def _text_of(record, field, where):
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} holds a {type(record).__name__}; each line must be an object with {field!r}")
+    if field not in record:
+        raise ValueError(f"{where} has no field {field!r}, only {sorted(record)}; set config.data.text_field")
+    text = record[field]
+    if not isinstance(text, str | None):
+        kind = type(text).__name__
+        raise ValueError(f"{where}: field {field!r} holds a {kind}, not text; set config.data.text_field")
+    return text or ""
+
+
+def _read_parquet(file, field):
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"{file} needs the package `pyarrow`: pip install 'jaxscale[data]'") from error
+    try:
+        source = pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{file} is not Parquet: {error}") from error
+    with source:
+        names = source.schema_arrow.names
+        if field not in names:
+            raise ValueError(f"{file} has no field {field!r}, only {names}; set config.data.text_field")
+        kind = source.schema_arrow.field(field).type
+        if kind not in (pyarrow.string(), pyarrow.large_string()):
+            raise ValueError(f"{file}: field {field!r} holds {kind}, not text; set config.data.text_field")
+        for records in source.iter_batches(batch_size=1024, columns=[field]):
+            for text in records.column(0).to_pylist():
+                yield text or ""
+
+
+def _open(file):
+    return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")

@@ -1,0 +1,126 @@
+import gzip
+import json
+import os
+
+import pytest
+
+from jaxscale.data import text
+
+
+def read(path, format="auto", field="text"):
+    format, files = text.find_files(str(path), format)
+    return list(text.read_documents(str(path), format, files, field))
+
+
+def write_parquet(path, **columns):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+def test_a_folder_of_text_is_read_by_name_without_hidden_files(tmp_path):
+    for name in ("b.txt", "a.md", "sub/c.txt", ".hidden", ".git/config"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert read(tmp_path) == ["a.md", "b.txt", "sub/c.txt"]
+
+
+def test_a_glob_and_a_single_file_are_read(tmp_path):
+    for name in ("a.txt", "b.txt", "c.md"):
+        (tmp_path / name).write_text(name)
+    assert read(tmp_path / "*.txt") == ["a.txt", "b.txt"]
+    assert read(tmp_path / "c.md") == ["c.md"]
+
+
+def test_text_is_read_to_the_byte_but_for_its_byte_order_mark(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n\n")
+    assert read(tmp_path) == ["one\r\ntwo\r\n\n"]
+
+
+def test_jsonl_plain_and_compressed_is_read_line_by_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "n": 1}\n\n{"text": "tw\\u00f6"}\n{"text": null}')
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n'))
+    assert read(tmp_path) == ["one", "twö", "", "three"]
+
+
+def test_half_a_surrogate_pair_in_jsonl_becomes_a_replacement(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "cut \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n')
+    assert read(tmp_path) == ["cut \ufffd", "whole 😀"]
+
+
+def test_parquet_is_read(tmp_path):
+    write_parquet(tmp_path / "a.parquet", text=["one", None, "two"], n=[1, 2, 3])
+    assert read(tmp_path / "a.parquet") == ["one", "", "two"]
+
+
+def test_another_field_is_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n')
+    write_parquet(tmp_path / "b.parquet", body=["two"])
+    assert read(tmp_path / "a.jsonl", field="body") + read(tmp_path / "b.parquet", field="body") == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json", "a.jsonl line 3 is not JSON: "),
+        ('{"content": "x", "id": 1}', r"a.jsonl line 3 has no field 'text', only \['content', 'id'\]"),
+        ('["x"]', "a.jsonl line 3 holds a list"),
+        ('{"text": 5}', "a.jsonl line 3: field 'text' holds a int, not text"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x"}) + "\n\n" + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path)
+
+
+def test_bad_parquet_is_named(tmp_path):
+    write_parquet(tmp_path / "a.parquet", content=["x"], text=[1])
+    with pytest.raises(ValueError, match=r"a.parquet has no field 'body', only \['content', 'text'\]"):
+        read(tmp_path, field="body")
+    with pytest.raises(ValueError, match=r"a.parquet: field 'text' holds int64, not text"):
+        read(tmp_path)
+    (tmp_path / "a.parquet").write_text("x")
+    with pytest.raises(ValueError, match=r"a.parquet is not Parquet"):
+        read(tmp_path)
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ok \xff")
+    with pytest.raises(ValueError, match=r"a.txt is not UTF-8 at byte 3"):
+        read(tmp_path)
+
+
+def test_a_path_without_files_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "none", tmp_path / "*.txt"):
+        with pytest.raises(ValueError, match="finds no file; give 'python-stdlib', the prefix"):
+            read(path)
+
+
+def test_a_folder_of_mixed_formats_asks_for_one(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "README.md").write_text("about")
+    with pytest.raises(
+        ValueError, match=r"mixes formats: jsonl \(a.jsonl\), text \(README.md\); set config.data.format"
+    ):
+        read(tmp_path)
+    assert read(tmp_path, format="jsonl") == ["one"]
+    with pytest.raises(ValueError, match="holds no parquet file"):
+        read(tmp_path, format="parquet")
+
+
+def test_a_folder_with_a_store_asks_for_its_prefix(tmp_path, make_store):
+    prefix = make_store([[1]]).prefix
+    with pytest.raises(ValueError, match=f"set config.data.path to the store's prefix, '{prefix}'"):
+        text.find_files(str(tmp_path))
+    assert text.find_files(prefix) == ("indexed", [])
+    os.remove(prefix + ".bin")
+    assert text.find_files(prefix) == ("indexed", [])
+
+
+def test_the_python_library_leaves_out_installed_packages():
+    format, files = text.find_files("python-stdlib")
+    names = [name for name, _ in files]
+    assert format == "text" and "json/decoder.py" in names
+    assert not [name for name in names if "site-packages" in name or "dist-packages" in name]

@@ -1,0 +1,104 @@
+import builtins
+import json
+
+import numpy as np
+import pytest
+
+from jaxscale.data import ByteTokenizer, HuggingFaceTokenizer, open_tokenizer
+
+TEXTS = ["", "plain", "naïve 😀 \x00\r\n", "日本語"]
+
+
+def write_tokenizer(folder, special=("<|endoftext|>",), truncate=False):
+    """A word-level tokenizer.json with a post-processor that adds special tokens, as Llama's does."""
+    import tokenizers
+
+    words = {word: number for number, word in enumerate(["[UNK]", "the", "cat", "sat", "mat"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(list(special))
+    if special:
+        token = (special[0], tokenizer.token_to_id(special[0]))
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{special[0]} $A", special_tokens=[token]
+        )
+    if truncate:
+        tokenizer.enable_truncation(2)
+        tokenizer.enable_padding(length=4)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_bytes_decode_to_what_was_encoded(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, tokenizer.end_of_document]) == text
+
+
+def test_bytes_have_257_ids():
+    tokenizer = open_tokenizer("bytes")
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
+    assert [ids.tolist() for ids in tokenizer.encode_batch(["a", "bc"])] == [[97], [98, 99]]
+
+
+def test_a_character_cut_by_a_row_decodes_to_a_replacement():
+    assert ByteTokenizer().decode(ByteTokenizer().encode("é")[:1]) == "\ufffd"
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_tokenizer_json_encodes_without_special_tokens(tmp_path, as_folder):
+    path = write_tokenizer(tmp_path)
+    tokenizer = open_tokenizer(str(tmp_path if as_folder else path))
+    assert tokenizer.encode("the cat sat").tolist() == [1, 2, 3]
+    assert tokenizer.encode("the").dtype == np.int32
+    assert [ids.tolist() for ids in tokenizer.encode_batch(["the mat", "cat"])] == [[1, 4], [2]]
+    assert tokenizer.decode(np.array([1, 2, 5])) == "the cat"
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (6, 5)
+
+
+def test_truncation_and_padding_in_a_tokenizer_json_are_switched_off(tmp_path):
+    tokenizer = HuggingFaceTokenizer(write_tokenizer(tmp_path, truncate=True))
+    assert [len(ids) for ids in tokenizer.encode_batch(["the cat sat on the mat", "cat"])] == [6, 1]
+
+
+@pytest.mark.parametrize("eos", ["<end>", {"content": "<end>"}])
+def test_the_tokenizer_config_beside_it_names_the_end_of_document(tmp_path, eos):
+    path = write_tokenizer(tmp_path, special=["<|endoftext|>", "<end>"])
+    fingerprint = HuggingFaceTokenizer(path).fingerprint
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    tokenizer = HuggingFaceTokenizer(path)
+    assert tokenizer.end_of_document == 6
+    assert tokenizer.fingerprint != fingerprint
+
+
+def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no token that ends a document.*tokenizer_config.json"):
+        HuggingFaceTokenizer(write_tokenizer(tmp_path, special=[]))
+
+
+def test_a_missing_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"config.data.tokenizer='.*none.json' is no file; give 'bytes' or"):
+        open_tokenizer(str(tmp_path / "none.json"))
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is not a tokenizer.json"):
+        open_tokenizer(str(tmp_path))
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+    path = write_tokenizer(tmp_path)
+    real_import = builtins.__import__
+
+    def without_tokenizers(name, *rest, **options):
+        if name == "tokenizers":
+            raise ImportError(name)
+        return real_import(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without_tokenizers)
+    with pytest.raises(ValueError, match=r"pip install 'jaxscale\[data\]'"):
+        open_tokenizer(str(path))

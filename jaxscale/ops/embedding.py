@@ -1,0 +1,38 @@
+"""Token embedding, with the table split over any of its two axes.
+
+B rows, S sequence, V vocabulary, D model.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale import sharding as shd
+
+
+def embed(tokens_BS, table_VD, *, dtype):
+    """The tokens' rows of the table as [B, S, D] in `dtype`; a token outside the vocabulary gives zeros.
+
+    The table is never gathered: where `embed` splits it, the devices that share it exchange activations instead (134 MB
+    against 1 GiB of gathered table for Llama-3-8B and 16,384 tokens), and its gradient is summed in float32 and made in shards.
+    """
+    vocab_axes, embed_axes = shd.mesh_axes("vocab"), shd.mesh_axes("embed")
+
+    def local(tokens_BS, table_VD):
+        if embed_axes:
+            tokens_BS = jax.lax.all_gather(tokens_BS, embed_axes, axis=0, tiled=True)
+        x_BSD = _rows(tokens_BS, table_VD, vocab_axes).astype(dtype)
+        if embed_axes:
+            x_BSD = jax.lax.all_to_all(x_BSD, embed_axes, split_axis=0, concat_axis=2, tiled=True)
+        # Each value comes from the one device that has it: adding the others' zeros rounds nothing.
+        return jax.lax.psum(x_BSD, vocab_axes) if vocab_axes else x_BSD
+
+    mapped = shd.shard_map(local, in_axes=("batch seq", "vocab embed"), out_axes="batch seq act_embed")
+    return mapped(tokens_BS, table_VD)
+
+
+def _rows(tokens_BS, table_VD, vocab_axes):
+    first = jax.lax.axis_index(vocab_axes) * table_VD.shape[0] if vocab_axes else 0
+    local_BS = tokens_BS - first
+    inside_BS = (local_BS >= 0) & (local_BS < table_VD.shape[0])
+    x_BSD = table_VD.at[local_BS].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return jnp.where(inside_BS[..., None], x_BSD, jnp.zeros((), x_BSD.dtype))

@@ -1,0 +1,51 @@
+"""How a forward pass is run: dtype, what is saved for the backward pass, the layer scan, the attention kernel.
+
+The names of saved tensors are put on by the blocks (`checkpoint_name`) and by the attention kernels' forward rules. A
+kernel whose output *and* statistics are both saved is not run again in the backward pass; saving the output alone
+would repeat it.
+"""
+
+import dataclasses
+
+import jax
+
+from jaxscale.config import Attention, Config, Dtype, Remat
+
+ATTENTION = ("attention_out", "attention_lse")
+
+# Memory: GiB a layer of Llama-3-8B and 8192 tokens in bfloat16, besides the block's input (0.06).
+SAVED: dict[Remat, tuple[str, ...]] = {
+    Remat.FULL: (),  # 0: everything is computed twice
+    Remat.ATTENTION: ATTENTION,  # 0.06
+    Remat.ATTENTION_MLP: (*ATTENTION, "gate_up"),  # 0.50
+    Remat.GEMMS: (*ATTENTION, "qkv", "residual", "gate_up"),  # 0.66: no matrix product is repeated
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """None of it changes what is computed, but for rounding."""
+
+    dtype: Dtype = Dtype.BFLOAT16
+    remat: Remat = Remat.NONE
+    scan_unroll: int = 1
+    attention: Attention = Attention.AUTO
+    # The most documents that a row may hold.
+    max_documents: int = 32
+
+
+def execution_of(config: Config) -> Execution:
+    """The run's choices."""
+    return Execution(
+        dtype=config.dtype, remat=config.remat, scan_unroll=config.scan_unroll, attention=config.attention,
+        max_documents=config.data.max_documents_per_row,
+    )  # fmt: skip
+
+
+def checkpoint(function, remat: Remat):
+    """`function` under `jax.checkpoint` with the policy of this name; unchanged for NONE, which saves everything."""
+    if remat == Remat.NONE:
+        return function
+    policy = jax.checkpoint_policies.save_only_these_names(*SAVED[remat])
+    # prevent_cse: inside a scan XLA cannot undo the recomputation, and its barriers cost fusions.
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)

@@ -1,0 +1,103 @@
+"""Cross-entropy from the last hidden states, without ever holding the logits of a batch.
+
+Tokens go through the head a chunk at a time; each chunk's logits exist in the compute dtype only, and the forward pass
+forms the gradients as well (dlogits = softmax - onehot, by comparing an iota with the target: no scatter), so that the
+head costs three matrix products and nothing is repeated. B rows, S sequence, T tokens of a chunk, D model, V vocabulary.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale import sharding as shd
+
+# bfloat16 logits of a chunk: 1 GiB at a vocabulary of 128k.
+CHUNK_TOKENS = 4096
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def cross_entropy(x_BSD, head_VD, targets_BS, vocab_size: int, z_loss: float, dtype):
+    """The sum over tokens of -log p(target) + z_loss * logsumexp**2, float32; a target of -1 counts nothing.
+
+    head_VD: float32 as stored ("vocab embed"); rows from `vocab_size` on are padding and get no probability. Its
+    gradient is float32 and comes out as stored, reduce-scattered once.
+    """
+    return _run(x_BSD, head_VD, targets_BS, vocab_size, z_loss, dtype, with_gradients=False)[0]
+
+
+def _cross_entropy_fwd(x_BSD, head_VD, targets_BS, vocab_size, z_loss, dtype):
+    loss, dx_BSD, dhead_VD = _run(x_BSD, head_VD, targets_BS, vocab_size, z_loss, dtype, with_gradients=True)
+    return loss, (dx_BSD, dhead_VD)
+
+
+def _cross_entropy_bwd(vocab_size, z_loss, dtype, residuals, dloss):
+    dx_BSD, dhead_VD = residuals
+    return (dx_BSD.astype(jnp.float32) * dloss).astype(dx_BSD.dtype), dhead_VD * dloss, None
+
+
+cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
+def _run(x_BSD, head_VD, targets_BS, vocab_size, z_loss, dtype, *, with_gradients):
+    embed_axes, vocab_axes, batch_axes = (shd.mesh_axes(axis) for axis in ("embed", "vocab", "batch"))
+
+    def local(x_BSD, head_VD, targets_BS):
+        head_VD = head_VD.astype(dtype)
+        if embed_axes:
+            head_VD = jax.lax.all_gather(head_VD, embed_axes, axis=1, tiled=True)
+        tokens, dim = targets_BS.size, x_BSD.shape[-1]
+        chunk = _chunk_tokens(tokens)
+        chunks = (x_BSD.reshape(-1, chunk, dim), targets_BS.reshape(-1, chunk))
+
+        def step(carry, chunk):
+            loss, dhead_VD = carry
+            x_TD, targets_T = chunk
+            chunk_loss, dlogits_TV = _chunk(x_TD, head_VD, targets_T, vocab_size, z_loss, vocab_axes)
+            if not with_gradients:
+                return (loss + chunk_loss, dhead_VD), None
+            dx_TD = jnp.einsum("TV,VD->TD", dlogits_TV, head_VD)
+            dhead_VD += jnp.einsum("TV,TD->VD", dlogits_TV, x_TD, preferred_element_type=jnp.float32)
+            return (loss + chunk_loss, dhead_VD), dx_TD
+
+        dhead_VD = jnp.zeros(head_VD.shape if with_gradients else (), jnp.float32)
+        (loss, dhead_VD), dx = jax.lax.scan(step, (jnp.zeros((), jnp.float32), dhead_VD), chunks)
+        loss = jax.lax.psum(loss, batch_axes) if batch_axes else loss
+        if not with_gradients:
+            return (loss,)
+        if vocab_axes:
+            dx = jax.lax.psum(dx, vocab_axes)
+        if embed_axes:
+            dhead_VD = jax.lax.psum_scatter(dhead_VD, embed_axes, scatter_dimension=1, tiled=True)
+        if replicated := tuple(axis for axis in batch_axes if axis not in embed_axes):
+            dhead_VD = jax.lax.psum(dhead_VD, replicated)
+        return loss, dx.reshape(x_BSD.shape), dhead_VD
+
+    in_axes = ("batch seq act_embed", "vocab embed", "batch seq")
+    out_axes = ("", in_axes[0], in_axes[1]) if with_gradients else ("",)
+    return shd.shard_map(local, in_axes=in_axes, out_axes=out_axes)(x_BSD, head_VD, targets_BS)
+
+
+def _chunk(x_TD, head_VD, targets_T, vocab_size, z_loss, vocab_axes):
+    """The chunk's summed loss and its dlogits [T, V] in x's dtype; V is this device's part of the vocabulary."""
+    logits_TV = jnp.einsum("TD,VD->TV", x_TD, head_VD)
+    first = jax.lax.axis_index(vocab_axes) * head_VD.shape[0] if vocab_axes else 0
+    word_V = first + jnp.arange(head_VD.shape[0], dtype=jnp.int32)
+    logits32_TV = jnp.where(word_V < vocab_size, logits_TV.astype(jnp.float32), -jnp.inf)
+    max_T = logits32_TV.max(-1)
+    max_T = jax.lax.pmax(max_T, vocab_axes) if vocab_axes else max_T
+    exp_TV = jnp.exp(logits32_TV - max_T[:, None])
+    is_target_TV = word_V == targets_T[:, None]
+    sums = exp_TV.sum(-1), jnp.where(is_target_TV, logits32_TV, 0.0).sum(-1)
+    sum_T, target_logit_T = jax.lax.psum(sums, vocab_axes) if vocab_axes else sums
+    lse_T = max_T + jnp.log(sum_T)
+    counts_T = (targets_T >= 0).astype(jnp.float32)
+    loss = jnp.sum(counts_T * (lse_T - target_logit_T + z_loss * lse_T**2))
+    slope_T = counts_T * (1 + 2 * z_loss * lse_T) / sum_T
+    dlogits_TV = exp_TV * slope_T[:, None] - jnp.where(is_target_TV, counts_T[:, None], 0.0)
+    return loss, dlogits_TV.astype(x_TD.dtype)
+
+
+def _chunk_tokens(tokens: int) -> int:
+    """The largest divisor of `tokens` that is at most CHUNK_TOKENS."""
+    return max(size for size in range(1, min(tokens, CHUNK_TOKENS) + 1) if tokens % size == 0)

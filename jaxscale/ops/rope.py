@@ -1,0 +1,51 @@
+"""Rotary position embedding (Su et al. 2021), with the frequency scaling of Llama 3.1.
+
+B batch, S sequence, N heads (query or key), H head size.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, unsafe_hash=True)
+class Scaling:
+    """Llama 3.1's stretch of the context: wavelengths beyond `original_seq_len / low` are `factor` times longer."""
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    original_seq_len: int = 8192
+
+    def validate(self) -> None:
+        if not self.factor >= 1:
+            raise ValueError(f"config.model.rope_scaling.factor={self.factor}: set it to 1 or more")
+        if not self.high > self.low > 0:
+            raise ValueError(f"config.model.rope_scaling.low={self.low} must be above 0 and below high={self.high}")
+
+
+def frequencies(head_size: int, *, theta: float, scaling: Scaling | None) -> np.ndarray:
+    """Radians a position of each of the `head_size / 2` pairs, float32."""
+    frequency = theta ** -(np.arange(0, head_size, 2, dtype=np.float64) / head_size)
+    if scaling is not None:
+        wavelength = 2 * math.pi / frequency
+        smooth = (scaling.original_seq_len / wavelength - scaling.low) / (scaling.high - scaling.low)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        frequency = frequency * (smooth + (1 - smooth) / scaling.factor)
+    return frequency.astype(np.float32)
+
+
+def angles(positions_BS, head_size: int, *, theta: float, scaling: Scaling | None = None):
+    """cos and sin of position times frequency, each float32 [B, S, head_size / 2]."""
+    radians = positions_BS[..., None].astype(jnp.float32) * frequencies(head_size, theta=theta, scaling=scaling)
+    return jnp.cos(radians), jnp.sin(radians)
+
+
+def rotate(x_BSNH, cos_BSh, sin_BSh):
+    """Rotates the pairs (i, i + H/2), the order of Hugging Face's weights; float32 inside, x's dtype out."""
+    first, second = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_BSh[:, :, None], sin_BSh[:, :, None]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BSNH.dtype)

@@ -1,0 +1,126 @@
+"""cuDNN flash attention with packed documents, for H100 and later.
+
+`jax.nn.dot_product_attention(implementation="cudnn")` knows no document boundaries. This binds jax's own cuDNN
+primitives, which do ("ragged" batches), and differs from jax's internal entry point in three ways: the offsets are
+computed here (jax < 0.11.2 scales the key offsets by the query's head count: wrong for grouped heads); the residuals carry checkpoint
+names, so that a remat policy can keep them and the backward pass never repeats the forward kernel; and the log-sum-exp
+is kept as [B, N, S] instead of cuDNN's [B * documents, N, S] (64 times smaller at 64 documents a row).
+
+B rows, S sequence, N query heads, K key heads, H head size, M documents a row at most.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.kernels.xla_attention import reference as reference
+
+MAX_HEAD_SIZE = 256
+
+
+def supported(q_BSNH, k_BSKH, *, platform: str) -> str | None:
+    """None if `attention` can run these shapes on this platform, else the reason why not."""
+    *_, num_heads, head_size = q_BSNH.shape
+    if platform not in ("gpu", "cuda"):
+        return f"cuDNN needs an NVIDIA GPU, not {platform}"
+    if q_BSNH.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN attention takes bfloat16 or float16, not {q_BSNH.dtype}"
+    if head_size > MAX_HEAD_SIZE or head_size % 8:
+        return f"head_size={head_size} is not a multiple of 8 up to {MAX_HEAD_SIZE}"
+    if num_heads % k_BSKH.shape[2]:
+        return f"num_heads={num_heads} is not a multiple of num_kv_heads={k_BSKH.shape[2]}"
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def attention(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale: float, window: int | None = None):
+    """Causal attention inside each document.
+
+    lengths_BM: int32 tokens of each document in order from the row's start, 0 for none; tokens past the last
+    document are padding and come out as zeros. Returns [B, S, N, H] in the input dtype; statistics are float32.
+    """
+    return _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window)[0]
+
+
+def _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window):
+    out_BSNH, stats_ENS = cudnn._dot_product_attention_fwd_p.bind(
+        q_BSNH, k_BSKH, v_BSKH, *_documents(q_BSNH, k_BSKH, lengths_BM), is_training=True, **_options(scale, window)
+    )
+    real_BS = jnp.arange(q_BSNH.shape[1])[None] < lengths_BM.sum(1, keepdims=True)
+    # cuDNN leaves the rows of padding unwritten.
+    out_BSNH = jnp.where(real_BS[..., None, None], out_BSNH, jnp.zeros((), out_BSNH.dtype))
+    return out_BSNH, stats_ENS
+
+
+def _attention_fwd(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window):
+    out_BSNH, stats_ENS = _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window)
+    out_BSNH = checkpoint_name(out_BSNH, "attention_out")
+    lse_BSN = checkpoint_name(_compact(stats_ENS, lengths_BM), "attention_lse")
+    return out_BSNH, (q_BSNH, k_BSKH, v_BSKH, lengths_BM, out_BSNH, lse_BSN)
+
+
+def _attention_bwd(scale, window, residuals, grad_BSNH):
+    q_BSNH, k_BSKH, v_BSKH, lengths_BM, out_BSNH, lse_BSN = residuals
+    grads = cudnn._dot_product_attention_bwd_p.bind(
+        q_BSNH, k_BSKH, v_BSKH, *_documents(q_BSNH, k_BSKH, lengths_BM), _expand(lse_BSN, lengths_BM), out_BSNH,
+        grad_BSNH, **_options(scale, window),
+    )  # fmt: skip
+    real_BS = jnp.arange(q_BSNH.shape[1])[None] < lengths_BM.sum(1, keepdims=True)
+    return *(jnp.where(real_BS[..., None, None], g, jnp.zeros((), g.dtype)) for g in grads[:3]), None
+
+
+attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _options(scale, window):
+    return dict(
+        scale=scale, seed=0, dropout_rate=0.0, variadic_args=(False, False), mask_type=cudnn.MaskType.PADDING_CAUSAL,
+        layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=window,
+    )  # fmt: skip
+
+
+def _documents(q_BSNH, k_BSKH, lengths_BM):
+    """The primitive's operands after q, k, v: bias, lengths, element offsets, page tables (unused ones are empty)."""
+    unused = jnp.zeros(0, q_BSNH.dtype)
+    starts_BM = _starts(lengths_BM) + jnp.arange(lengths_BM.shape[0], dtype=jnp.int32)[:, None] * q_BSNH.shape[1]
+
+    def offsets(heads, head_size):
+        # cuDNN reads one flat list of B * M starts and an end; jax shapes it [B, M + 1].
+        rows, documents = lengths_BM.shape
+        flat = jnp.pad(starts_BM.reshape(-1), (0, rows), constant_values=rows * q_BSNH.shape[1])
+        return (flat * (heads * head_size)).reshape(rows, documents + 1)
+
+    q_offsets, kv_offsets = offsets(*q_BSNH.shape[2:]), offsets(*k_BSKH.shape[2:])
+    return unused, lengths_BM, lengths_BM, q_offsets, kv_offsets, unused, unused
+
+
+def _starts(lengths_BM):
+    return jnp.cumsum(lengths_BM, axis=1, dtype=jnp.int32) - lengths_BM
+
+
+def _compact(stats_ENS, lengths_BM):
+    """cuDNN's [B * M, N, S] statistics (document, head, token of the document) as [B, S, N]."""
+    (rows, documents), seq = lengths_BM.shape, stats_ENS.shape[2]
+    document_BS, offset_BS = _document_of_token(lengths_BM, seq)
+    stats_BMNS = stats_ENS.reshape(rows, documents, *stats_ENS.shape[1:])
+    return stats_BMNS[jnp.arange(rows)[:, None], document_BS, :, offset_BS]
+
+
+def _expand(lse_BSN, lengths_BM):
+    """The inverse of `_compact`; places cuDNN never reads hold arbitrary values."""
+    (rows, documents), (_, seq, num_heads) = lengths_BM.shape, lse_BSN.shape
+    token_BMS = jnp.minimum(_starts(lengths_BM)[..., None] + jnp.arange(seq, dtype=jnp.int32), seq - 1)
+    stats_BMSN = lse_BSN[jnp.arange(rows)[:, None, None], token_BMS]
+    return stats_BMSN.transpose(0, 1, 3, 2).reshape(rows * documents, num_heads, seq)
+
+
+def _document_of_token(lengths_BM, seq):
+    ends_BM = jnp.cumsum(lengths_BM, axis=1, dtype=jnp.int32)
+    token_S = jnp.arange(seq, dtype=jnp.int32)
+    document_BS = (token_S[None, :, None] >= ends_BM[:, None, :]).sum(-1, dtype=jnp.int32)
+    document_BS = jnp.minimum(document_BS, lengths_BM.shape[1] - 1)
+    starts_BS = jnp.take_along_axis(_starts(lengths_BM), document_BS, axis=1)
+    return document_BS, token_S[None] - starts_BS

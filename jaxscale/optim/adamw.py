@@ -1,0 +1,44 @@
+"""AdamW (Loshchilov & Hutter 2019) with clipping by global norm, by optax."""
+
+import dataclasses
+
+import jax
+import optax
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Config:
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    # Parameters with one of these in their path do not decay.
+    no_decay: tuple[str, ...] = ("norm", "bias")
+    # Gradients are scaled down to this global norm; 0: never.
+    clip_norm: float = 1.0
+
+    def validate(self) -> None:
+        for key in ("b1", "b2"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f"config.optim.{key}={getattr(self, key)}: set it from 0 up to, but not including, 1")
+        for key in ("eps", "weight_decay", "clip_norm"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"config.optim.{key}={getattr(self, key)}: set it to 0 or more")
+
+    def build(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+        """State is float32 like the parameters; `learning_rate` is a function of the update's number."""
+        clip = [optax.clip_by_global_norm(self.clip_norm)] if self.clip_norm else []
+        return optax.chain(
+            *clip,
+            optax.scale_by_adam(self.b1, self.b2, self.eps),
+            optax.add_decayed_weights(self.weight_decay, mask=self.decays),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    def decays(self, params):
+        """The tree of params with True where weight decay applies."""
+
+        def decays(path, _):
+            return not any(part in jax.tree_util.keystr(path) for part in self.no_decay)
+
+        return jax.tree_util.tree_map_with_path(decays, params)

@@ -1,0 +1,35 @@
+"""Warm-up, stable, decay (MiniCPM, arXiv:2404.06395): linear up, constant, linear down over the last steps."""
+
+import dataclasses
+
+import optax
+
+from jaxscale.schedules import check_warmup
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Config:
+    peak: float = 3e-4
+    warmup_steps: int = 100
+    # Steps of the final decay.
+    decay_steps: int = 1000
+    final: float = 0.0
+
+    def validate(self) -> None:
+        check_warmup(self.peak, self.warmup_steps)
+        if self.decay_steps < 1:
+            raise ValueError(f"config.schedule.decay_steps={self.decay_steps}: set it to 1 or more")
+        if not 0 <= self.final <= 1:
+            raise ValueError(f"config.schedule.final={self.final}: set it between 0 and 1")
+
+    def build(self, num_steps: int) -> optax.Schedule:
+        """Raises ValueError if warm-up and decay are longer than the run."""
+        if self.warmup_steps + self.decay_steps > num_steps:
+            raise ValueError(
+                f"config.schedule.warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} are longer than "
+                f"config.steps={num_steps}; shorten one of them"
+            )
+        warmup = optax.linear_schedule(self.peak / max(self.warmup_steps, 1), self.peak, max(self.warmup_steps - 1, 1))
+        decay = optax.linear_schedule(self.peak, self.peak * self.final, self.decay_steps)
+        stable = optax.constant_schedule(self.peak)
+        return optax.join_schedules([warmup, stable, decay], [self.warmup_steps, num_steps - self.decay_steps])

@@ -1,0 +1,35 @@
+"""Llama 3 70B.
+
+    python scripts/train.py --config configs/llama3_70b.py --workdir runs/llama3_70b --config.data.path=...
+
+Hardware: 64 or more H100: tensor 8 inside each node, FSDP across the nodes. Not run at this size; its steps are compiled and
+checked for 64 virtual devices only.
+"""
+
+from jaxscale.config import Config, DataConfig, MeshConfig, Remat
+from jaxscale.models import llama
+from jaxscale.optim import adamw
+from jaxscale.schedules import cosine
+
+
+def get_config(arg: str = "") -> Config:
+    del arg
+    return Config(
+        model=llama.Config(
+            vocab_size=128_256,
+            model_dim=8192,
+            num_layers=80,
+            num_heads=64,
+            num_kv_heads=8,
+            mlp_dim=28_672,
+            max_seq_len=8192,
+        ),
+        optim=adamw.Config(),
+        schedule=cosine.Config(peak=1.5e-4, warmup_steps=2000),
+        steps=100_000,
+        batch_size=128,
+        seq_len=8192,
+        remat=Remat.ATTENTION,
+        mesh=MeshConfig(fsdp=-1, tensor=8),
+        data=DataConfig(path="python-stdlib", tokenizer="bytes"),
+    )

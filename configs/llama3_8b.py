@@ -1,0 +1,37 @@
+"""Llama 3 8B.
+
+    python scripts/train.py --config configs/llama3_8b.py --workdir runs/llama3_8b --config.data.path=...
+
+Hardware: 4 or more H200, or 8 or more H100, of one node (FSDP over all of them). Figures: docs/benchmarks.md.
+"""
+
+from jaxscale.config import Config, DataConfig, MeshConfig, Remat
+from jaxscale.models import llama
+from jaxscale.optim import adamw
+from jaxscale.schedules import cosine
+
+
+def get_config(arg: str = "") -> Config:
+    del arg
+    return Config(
+        model=llama.Config(
+            vocab_size=128_256,
+            model_dim=4096,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            mlp_dim=14_336,
+            max_seq_len=8192,
+        ),
+        optim=adamw.Config(),
+        schedule=cosine.Config(peak=3e-4, warmup_steps=200),
+        steps=10_000,
+        # 2 rows a GPU on 4 GPUs.
+        batch_size=8,
+        seq_len=8192,
+        # 101 GiB a GPU on 4 H200. On 8 H100 of 80 GB: remat="attention_mlp" and scan_unroll=1.
+        remat=Remat.GEMMS,
+        scan_unroll=32,
+        mesh=MeshConfig(fsdp=-1),
+        data=DataConfig(path="python-stdlib", tokenizer="bytes"),
+    )

@@ -1,0 +1,246 @@
+"""The story of a run: data, mesh, state, steps, evaluation, checkpoints, a sample."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxscale import config as run_config
+from jaxscale import sharding as shd
+from jaxscale.checkpoint import Checkpointer
+from jaxscale.config import Config
+from jaxscale.data.loader import Corpus, open_dataset
+from jaxscale.distributed import is_lead
+from jaxscale.metrics import Meter, open_writers
+from jaxscale.train import state as train_state
+from jaxscale.train.feed import device_batches
+from jaxscale.train.sample import sample
+from jaxscale.train.state import Plan, TrainState
+from jaxscale.train.step import make_eval_step, make_train_step
+from jaxscale.train.workdir import check_workdir
+
+log = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient of a step is NaN or infinite."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a run ended. step: updates done; losses: held-out nats a token, before and after; text: the sample or None."""
+
+    step: int
+    interrupted: bool
+    first_loss: float | None
+    last_loss: float | None
+    text: str | None
+
+
+def train(config: Config, workdir: str | Path, *, command: str = "the same command") -> Outcome:
+    """Trains until config.steps, continuing what `workdir` holds; `command` is what a message tells the user to run again.
+
+    Writes config.json, metrics.jsonl, tensorboard/ and checkpoints/ there. Raises ValueError for a mistake of the user's,
+    before devices are touched wherever that is possible; NonFiniteError; CheckpointError.
+    """
+    run_config.validate(config)
+    workdir = Path(workdir)
+    check_workdir(workdir, config)
+    corpus = open_dataset(config.data, seed=config.seed, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
+    with Checkpointer(workdir / "checkpoints", keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every) as checkpoints:  # fmt: skip
+        if (latest := checkpoints.latest_step()) is not None:
+            corpus.check_same(checkpoints.metadata(latest)["data"])
+        sizes = run_config.validate_on(config, jax.device_count())
+        # What the data needs, where the config leaves it open.
+        data = dataclasses.replace(config.data, max_documents_per_row=corpus.train.max_documents_per_row)
+        plan = train_state.make_plan(dataclasses.replace(config, data=data), sizes)
+        if is_lead():
+            (workdir / "config.json").write_text(json.dumps(run_config.to_json(config), indent=2) + "\n")
+        with shd.use(plan.mesh, plan.rules), interrupts() as interrupted:
+            return _run(plan, workdir, corpus, checkpoints, interrupted, command)
+
+
+def _run(plan: Plan, workdir: Path, corpus: Corpus, checkpoints: Checkpointer, interrupted, command: str) -> Outcome:
+    config = plan.config
+    state, first_step = _restore_or_init(plan, checkpoints)
+    log.info(describe(plan, corpus))
+    evaluate = _evaluator(plan, corpus)
+    first_loss = evaluate(state.params)
+    entropy = corpus.unigram_entropy()
+    log.info("held-out loss at step %d: %.4f nats/token (unigram entropy %.4f)", first_step, first_loss, entropy)
+
+    train_step = make_train_step(plan)
+    writers = open_writers(
+        workdir, num_steps=config.steps, resume_step=first_step, tensorboard=config.log.tensorboard,
+        wandb_project=config.log.wandb_project, run_config=run_config.to_json(config),
+    )  # fmt: skip
+    # Its clock starts here: the first step's seconds hold the compilation as well.
+    meter = Meter(
+        num_devices=jax.device_count(), devices=jax.local_devices(), tokens_per_step=config.batch_size * config.seq_len,
+        flops_per_token_full=config.model.flops_per_token(config.seq_len, causal=False),
+        flops_per_token_causal=config.model.flops_per_token(config.seq_len, causal=True),
+    )  # fmt: skip
+    step, saved = first_step, first_step
+
+    def write(records):
+        for record in records:
+            check_finite(record, workdir, saved)
+            writers.write(record)
+
+    def save():
+        nonlocal saved
+        write(meter.flush())  # a step that is not finite is never saved
+        checkpoints.save(step, train_state.to_flat(state), _metadata(config, corpus, step))
+        saved = step
+
+    loader = device_batches(plan, corpus.train, start=first_step)
+    try:
+        while step < config.steps and not interrupted():
+            began = time.perf_counter()
+            batch = next(loader)
+            data_wait_seconds = time.perf_counter() - began
+            state, metrics = train_step(state, batch)
+            step += 1
+            write(meter.record(step, metrics, data_wait_seconds))
+            if _is_due(step, config.evaluation.every, config.steps):
+                write(meter.flush())
+                writers.write({"step": step, "eval_loss": evaluate(state.params)})
+                meter.restart()
+            if config.checkpoint.enabled and _is_due(step, config.checkpoint.every, config.steps):
+                save()
+                meter.restart()
+        write(meter.flush())
+        if config.checkpoint.enabled and step > saved:
+            save()
+        was_interrupted = step < config.steps
+        last_loss = text = None
+        if not was_interrupted:
+            last_loss = evaluate(state.params)
+            writers.write({"step": step, "eval_loss": last_loss})
+    finally:
+        loader.close()
+        writers.close()
+    if was_interrupted:
+        checkpoints.wait()
+        log.info(
+            "stopped at step %d of %d%s; continue with: %s",
+            step,
+            config.steps,
+            " and saved" if saved == step else "",
+            command,
+        )
+        return Outcome(step, True, first_loss, None, None)
+    log.info(
+        "held-out loss: %.4f before (step %d), %.4f after (step %d) nats/token; unigram entropy %.4f",
+        first_loss, first_step, last_loss, step, entropy,
+    )  # fmt: skip
+    if config.sample.tokens and corpus.tokenizer is not None:
+        text = _sample_text(plan, state.params, corpus.tokenizer)
+        log.info("sample (temperature %g):\n%s", config.sample.temperature, text)
+    checkpoints.wait()
+    log.info(_farewell(config, workdir, step, command))
+    return Outcome(step, False, first_loss, last_loss, text)
+
+
+def check_finite(record: dict, workdir: Path, saved_step: int) -> None:
+    """Raises NonFiniteError for a record whose loss or gradient norm is NaN or infinite."""
+    bad = [key for key in ("loss", "grad_norm") if not math.isfinite(record[key])]
+    if bad:
+        raise NonFiniteError(
+            f"step {record['step']}: " + ", ".join(f"{key} is {record[key]}" for key in bad)
+            + f". The run stopped; the last checkpoint is of step {saved_step} in {workdir / 'checkpoints'}. Look at the data "
+            f"of that step, lower config.schedule.peak, or set config.dtype='float32' to find out more"
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator:
+    """Yields a function that says whether SIGINT or SIGTERM has come; a second SIGINT stops at once."""
+    came: list[int] = []
+
+    def note(signum, frame):
+        if signum == signal.SIGINT and came:
+            raise KeyboardInterrupt
+        came.append(signum)
+        log.warning("%s: finishing the step and saving (once more Ctrl-C stops at once)", signal.Signals(signum).name)
+
+    previous = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(came)
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def _restore_or_init(plan: Plan, checkpoints: Checkpointer) -> tuple[TrainState, int]:
+    restored = checkpoints.restore(train_state.abstract_flat(plan))
+    if restored is None:
+        return train_state.init_state(plan), 0
+    step, flat, _ = restored
+    log.info("continuing from the checkpoint of step %d", step)
+    return train_state.from_flat(plan.abstract, flat), step
+
+
+def _metadata(config: Config, corpus: Corpus, step: int) -> dict:
+    # The position in the data is the step: batch n is a function of (seed, n).
+    return {
+        "next_batch": step,
+        "config": run_config.to_json(config),
+        "data": corpus.description,
+        "jax": jax.__version__,
+    }
+
+
+def _evaluator(plan: Plan, corpus: Corpus):
+    """A function of the parameters: the mean loss over the first config.evaluation.batches held-out batches."""
+    eval_step = make_eval_step(plan)
+
+    def evaluate(params) -> float:
+        sums = []
+        with contextlib.closing(device_batches(plan, corpus.eval, start=0)) as loader:
+            for _ in range(plan.config.evaluation.batches):
+                sums.append(eval_step(params, next(loader)))
+        loss, tokens = (sum(float(x) for x in column) for column in zip(*sums, strict=True))
+        return loss / max(tokens, 1)
+
+    return evaluate
+
+
+def _sample_text(plan: Plan, params, tokenizer) -> str:
+    wanted = plan.config.sample
+    prompt = np.asarray(tokenizer.encode(wanted.prompt), np.int32)
+    ids = sample(plan, params, prompt, num_tokens=wanted.tokens, temperature=wanted.temperature, seed=plan.config.seed)
+    return wanted.prompt + tokenizer.decode([int(i) for i in ids if i < tokenizer.vocab_size])
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    """True every so many steps (0: never), but not at the last, which has its own."""
+    return every > 0 and step % every == 0 and step < last
+
+
+def describe(plan: Plan, corpus: Corpus) -> str:
+    """The run in a few lines: model, data, mesh, memory of the state."""
+    config, data = plan.config, corpus.description
+    axes = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items() if size > 1) or "one device"
+    table = shd.explain(plan.abstract.params, mesh=plan.mesh, rules=plan.rules)
+    return (
+        f"model: {config.model.num_params() / 1e6:,.1f} M parameters; data: {data['num_tokens']:,} tokens in "
+        f"{data['num_documents']:,} documents; mesh: {axes} ({config.mesh.axis_types}, ZeRO-{config.mesh.zero}); "
+        f"{config.steps:,} steps of {config.batch_size} x {config.seq_len} tokens\n{table}"
+    )
+
+
+def _farewell(config: Config, workdir: Path, step: int, command: str) -> str:
+    return (
+        f"done: step {step} of {config.steps}. In {workdir}: config.json, metrics.jsonl, checkpoints/"
+        + (", tensorboard/" if config.log.tensorboard else "")
+        + f"\ntrain on with: {command} --config.steps={2 * config.steps}"
+    )

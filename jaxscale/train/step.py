@@ -1,0 +1,87 @@
+"""One update as one jitted function: gradients over microbatches, optimiser, metrics."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxscale import sharding as shd
+from jaxscale.data.batch import Batch
+from jaxscale.ops.execution import execution_of
+from jaxscale.ops.loss import cross_entropy
+from jaxscale.train.state import Plan, TrainState
+
+# Arrays of a Batch are [microbatches, rows, seq].
+BATCH_AXES = "_ batch seq"
+
+
+def make_train_step(plan: Plan) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """(state, batch) -> (state, metrics); the state is donated. Call it inside `sharding.use(plan.mesh, plan.rules)`.
+
+    The loss is the mean over all tokens of the batch that count, however they fall on microbatches and devices. metrics:
+    loss, grad_norm (before clipping), learning_rate, tokens; scalars, float32 (tokens int32).
+    """
+
+    def train_step(state: TrainState, batch: Batch):
+        num_tokens = count_tokens(batch)
+        loss, gradients = _accumulate(plan, state.params, batch, num_tokens)
+        # Where the optimiser's state is split further than the weights (ZeRO-1 and 2), the update runs on the
+        # parts and the new weights are gathered.
+        gradients = shd.reshard(gradients, plan.update_shardings)
+        params = shd.reshard(state.params, plan.update_shardings)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to an int32 count
+            updates, opt_state = plan.optimizer.update(gradients, state.opt_state, params)
+            learning_rate = jnp.asarray(plan.schedule(state.step), jnp.float32)
+        params = shd.reshard(optax.apply_updates(params, updates), plan.shardings.params)
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(gradients),
+            "learning_rate": learning_rate,
+            "tokens": num_tokens,
+        }
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(plan.shardings, None))
+
+
+def make_eval_step(plan: Plan) -> Callable:
+    """(params, batch) -> (sum of the loss over the batch's tokens, float32; number of them, int32)."""
+
+    def eval_step(params, batch: Batch):
+        losses = [_loss(plan, params, Batch(*arrays)) for arrays in zip(*batch, strict=True)]
+        return jnp.stack(losses).sum(), count_tokens(batch)
+
+    return jax.jit(eval_step)
+
+
+def count_tokens(batch: Batch) -> jax.Array:
+    """The tokens whose prediction counts in the loss."""
+    return (batch.targets >= 0).sum(dtype=jnp.int32)
+
+
+def _accumulate(plan: Plan, params, batch: Batch, num_tokens):
+    """Loss and float32 gradients, summed over the microbatches."""
+
+    def one(microbatch):
+        weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
+        loss, gradients = jax.value_and_grad(lambda p: _loss(plan, p, microbatch) * weight)(params)
+        return loss, shd.reshard(gradients, plan.gradient_shardings)
+
+    if batch.tokens.shape[0] == 1:
+        return one(jax.tree.map(lambda x: x[0], batch))
+
+    def add(total, microbatch):
+        return jax.tree.map(jnp.add, total, one(microbatch)), None
+
+    zeros = shd.reshard(jax.tree.map(jnp.zeros_like, params), plan.gradient_shardings)
+    return jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), batch)[0]
+
+
+def _loss(plan: Plan, params, batch: Batch):
+    config = plan.config
+    model = nnx.merge(plan.graphdef, params)
+    x_BSD = model(batch.tokens, batch.segments, batch.positions, execution_of(config))
+    head_VD = model.head()[...]
+    return cross_entropy(x_BSD, head_VD, batch.targets, config.model.vocab_size, config.z_loss, jnp.dtype(config.dtype))

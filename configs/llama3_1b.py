@@ -32,6 +32,7 @@ def get_config(arg: str = "") -> Config:
         steps=10_000,
         batch_size=2,
         seq_len=8192,
-        remat=Remat.ATTENTION_MLP,
+        remat=Remat.GEMMS,
+        scan_unroll=16,
         data=DataConfig(path="python-stdlib", tokenizer="bytes"),
     )

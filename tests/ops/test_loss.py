@@ -1,0 +1,85 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale.ops import loss
+from jaxscale.ops.loss import cross_entropy
+
+VOCAB, PADDED = 50, 64
+
+
+@pytest.fixture
+def batch():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 12, 16)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(PADDED, 16)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, VOCAB, (2, 12)), jnp.int32).at[0, 3:6].set(-1)
+    return x, head, targets
+
+
+def plain(x, head, targets, z_loss):
+    """The textbook formula, whole logits in float32."""
+    logits = jnp.einsum("BSD,VD->BSV", x, head)[..., :VOCAB]
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    label = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    return jnp.where(targets >= 0, lse - label + z_loss * lse**2, 0.0).sum()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("chunk", [1, 8, 4096])
+def test_loss_and_gradients_equal_the_textbook_formula(batch, z_loss, chunk, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk)
+    x, head, targets = batch
+
+    def mine(x, head):
+        return 0.5 * cross_entropy(x, head, targets, VOCAB, z_loss, jnp.dtype(jnp.float32))
+
+    value, gradients = jax.jit(jax.value_and_grad(mine, argnums=(0, 1)))(x, head)
+    halved = jax.value_and_grad(lambda x, head: 0.5 * plain(x, head, targets, z_loss), argnums=(0, 1))
+    expected, expected_gradients = halved(x, head)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for actual, wanted in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(mine(x, head), expected, rtol=1e-6)  # without gradients
+
+
+def test_masked_tokens_and_padded_words_get_no_gradient(batch):
+    x, head, targets = batch
+    dx, dhead = jax.grad(lambda *a: cross_entropy(*a, targets, VOCAB, 0.0, jnp.dtype(jnp.float32)), argnums=(0, 1))(
+        x, head
+    )
+    assert not np.asarray(dx)[0, 3:6].any() and np.asarray(dx)[0, :3].any()
+    assert not np.asarray(dhead)[VOCAB:].any()
+
+
+def test_bfloat16_rounds_but_keeps_a_float32_gradient_of_the_head(batch):
+    x, head, targets = batch
+    value, (dx, dhead) = jax.value_and_grad(
+        lambda *a: cross_entropy(*a, targets, VOCAB, 0.0, jnp.dtype(jnp.bfloat16)), argnums=(0, 1)
+    )(x.astype(jnp.bfloat16), head)
+    assert dx.dtype == jnp.bfloat16 and dhead.dtype == jnp.float32
+    np.testing.assert_allclose(value, plain(x, head, targets, 0.0), rtol=1e-2)
+
+
+def test_no_float32_logits_of_the_batch_are_held(monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", 64)
+    x, head = jnp.zeros((4, 128, 8), jnp.bfloat16), jnp.zeros((1024, 8), jnp.float32)
+    targets = jnp.zeros((4, 128), jnp.int32)
+
+    def gradients(x, head):
+        return jax.grad(lambda *a: cross_entropy(*a, targets, 1024, 0.0, jnp.dtype(jnp.bfloat16)), argnums=(0, 1))(
+            x, head
+        )
+
+    text = str(jax.make_jaxpr(gradients)(x, head))
+    assert "[64,1024]" in text
+    assert "[512,1024]" not in text and "[4,128,1024]" not in text
+    logits_bytes = 512 * 1024 * 4
+    analysis = jax.jit(gradients).lower(x, head).compile().memory_analysis()
+    assert analysis is not None and analysis.temp_size_in_bytes < logits_bytes
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(8192, 4096), (4096, 4096), (6000, 3000), (7, 7)])
+def test_chunks_divide_the_tokens(tokens, chunk):
+    assert loss._chunk_tokens(tokens) == chunk

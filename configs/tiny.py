@@ -26,8 +26,8 @@ def get_config(arg: str = "") -> Config:
         ),
         optim=adamw.Config(),
         schedule=cosine.Config(peak=3e-3, warmup_steps=20),
-        steps=200,
-        batch_size=16,
+        steps=240,
+        batch_size=8,
         seq_len=256,
         # float32 is the faster type on a CPU.
         dtype=Dtype.FLOAT32,

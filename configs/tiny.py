@@ -1,4 +1,4 @@
-"""A 3 M parameter Llama on the source of the Python standard library, byte by byte.
+"""A 1.6 M parameter Llama on the source of the Python standard library, byte by byte.
 
     python scripts/train.py --config configs/tiny.py --workdir runs/tiny        (`make train`)
 

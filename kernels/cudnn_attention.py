@@ -21,11 +21,13 @@ from jaxscale.kernels.xla_attention import reference as reference
 MAX_HEAD_SIZE = 256
 
 
-def supported(q_BSNH, k_BSKH, *, platform: str) -> str | None:
-    """None if `attention` can run these shapes on this platform, else the reason why not."""
+def supported(q_BSNH, k_BSKH, *, platform: str, compute_capability: str = "9.0") -> str | None:
+    """None if `attention` can run these shapes on this platform ("gpu", "cpu"), else the reason why not."""
     *_, num_heads, head_size = q_BSNH.shape
     if platform not in ("gpu", "cuda"):
         return f"cuDNN needs an NVIDIA GPU, not {platform}"
+    if float(compute_capability) < 9.0:
+        return f"cuDNN attends to packed documents on H100 and later (compute capability 9.0), not {compute_capability}"
     if q_BSNH.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention takes bfloat16 or float16, not {q_BSNH.dtype}"
     if head_size > MAX_HEAD_SIZE or head_size % 8:

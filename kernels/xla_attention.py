@@ -26,7 +26,7 @@ def attention(q_BSNH, k_BTKH, v_BTKH, segments_BS, scale: float, window: int | N
 reference = attention
 
 
-def supported(q_BSNH, k_BTKH, *, platform: str) -> str | None:
+def supported(q_BSNH, k_BTKH, *, platform: str, compute_capability: str = "9.0") -> str | None:
     """None if `attention` can run these shapes on this platform, else the reason why not."""
     return None
 

@@ -3,6 +3,9 @@
 B rows, S sequence, N query heads, K key heads, H head size, M documents a row at most.
 """
 
+import functools
+import logging
+
 import jax
 import jax.numpy as jnp
 
@@ -10,13 +13,15 @@ from jaxscale import sharding as shd
 from jaxscale.config import Attention
 from jaxscale.kernels import cudnn_attention, xla_attention
 
+log = logging.getLogger(__name__)
+
 # XLA's attention holds [B, N, S, S] scores in float32: 8 GiB a row and layer at 32 heads and 8192 tokens.
 MAX_XLA_SEQ_LEN_ON_GPU = 2048
 
 
-def choose(kind: Attention, q_BSNH, k_BSKH, *, platform: str) -> Attention:
+def choose(kind: Attention, q_BSNH, k_BSKH, *, platform: str, compute_capability: str = "9.0") -> Attention:
     """The kernel that will run. Raises ValueError rather than fall back to quadratic memory on a GPU."""
-    reason = cudnn_attention.supported(q_BSNH, k_BSKH, platform=platform)
+    reason = cudnn_attention.supported(q_BSNH, k_BSKH, platform=platform, compute_capability=compute_capability)
     if kind == Attention.CUDNN and reason:
         raise ValueError(f"config.attention='cudnn' cannot run: {reason}; set config.attention='auto'")
     if kind != Attention.AUTO:
@@ -28,7 +33,14 @@ def choose(kind: Attention, q_BSNH, k_BSKH, *, platform: str) -> Attention:
             f"no memory-saving attention for config.seq_len={q_BSNH.shape[1]}: {reason}. Mend that, or accept quadratic "
             f"memory with config.attention='xla'"
         )
+    if platform != "cpu":
+        _say_once(f"attention runs as plain XLA operations: {reason}")
     return Attention.XLA
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    log.warning("%s", message)
 
 
 def attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, *, window: int | None, kind: Attention):
@@ -39,7 +51,8 @@ def attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, *, window: int | 
     """
     scale = q_BSNH.shape[-1] ** -0.5
     group = q_BSNH.shape[2] // k_BSKH.shape[2]
-    kind = choose(kind, q_BSNH, k_BSKH, platform=jax.default_backend())
+    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+    kind = choose(kind, q_BSNH, k_BSKH, platform=jax.default_backend(), compute_capability=capability)
     kv_is_whole = shd.mesh_axes("kv_heads") != shd.mesh_axes("heads")
 
     def local(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM):

@@ -6,7 +6,7 @@ import pytest
 
 from jaxscale.config import Attention
 from jaxscale.kernels import cudnn_attention
-from jaxscale.ops.attention import choose, document_lengths
+from jaxscale.ops.attention import _say_once, choose, document_lengths
 
 
 def shapes(seq=8192, dtype=jnp.bfloat16, heads=8, kv_heads=2, size=64):
@@ -25,6 +25,20 @@ def test_a_long_sequence_on_a_gpu_never_falls_back_to_quadratic_memory(bad):
         choose(Attention.AUTO, *shapes(**bad), platform="gpu")
     assert choose(Attention.AUTO, *shapes(seq=1024, **bad), platform="gpu") == Attention.XLA
     assert choose(Attention.XLA, *shapes(**bad), platform="gpu") == Attention.XLA
+
+
+def test_a_gpu_before_hopper_is_told_why_it_gets_no_cudnn():
+    with pytest.raises(ValueError, match="compute capability 9.0.*not 8.0"):
+        choose(Attention.AUTO, *shapes(), platform="gpu", compute_capability="8.0")
+
+
+def test_a_short_sequence_that_runs_as_xla_on_a_gpu_says_so_once(caplog):
+    _say_once.cache_clear()
+    for _ in range(2):
+        choose(Attention.AUTO, *shapes(seq=256, size=60), platform="gpu")
+    assert [record.message for record in caplog.records] == [
+        "attention runs as plain XLA operations: head_size=60 is not a multiple of 8 up to 256"
+    ]
 
 
 def test_asking_for_cudnn_where_it_cannot_run_is_refused_with_the_reason():

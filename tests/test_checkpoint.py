@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale import checkpoint
+from jaxscale import checkpoint, checksums
 from jaxscale.checkpoint import Checkpointer, CheckpointError, different_keys
 
 ROOT = Path(__file__).parents[1]
@@ -169,14 +169,14 @@ def test_every_flipped_bit_is_found_and_the_step_before_is_used(tmp_path, caplog
 def test_no_flipped_bit_of_the_checksums_changes_a_checksum(tmp_path):
     save_steps(tmp_path, 1)
     path = tmp_path / "1" / checkpoint.CHECKSUMS
-    data, sound = path.read_bytes(), checkpoint._read_checksums(tmp_path / "1")
+    data, sound = path.read_bytes(), checksums.read(tmp_path / "1")
     for bit in range(0, len(data) * 8, 11):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         try:
-            assert checkpoint._read_checksums(tmp_path / "1") == sound
-        except CheckpointError:
+            assert checksums.read(tmp_path / "1") == sound
+        except checksums.ChecksumError:
             pass
 
 
@@ -285,7 +285,7 @@ def test_nothing_is_deleted_before_the_newer_step_is_whole(tmp_path, monkeypatch
 
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "_checksums", fail)
+            patch.setattr(checksums, "compute", fail)
             checkpointer.save(2, make_state(2), {})
             with pytest.raises(CheckpointError, match=r"saving step 2 to .* failed: OSError: the checksums failed"):
                 checkpointer.wait()
@@ -320,8 +320,8 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path, destroy):
 def test_save_returns_before_the_files_are_written(tmp_path, monkeypatch):
     import threading
 
-    may_write, checksums = threading.Event(), checkpoint._checksums
-    monkeypatch.setattr(checkpoint, "_checksums", lambda *args: may_write.wait(20) and checksums(*args))
+    may_write, compute = threading.Event(), checksums.compute
+    monkeypatch.setattr(checksums, "compute", lambda *args: may_write.wait(20) and compute(*args))
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         checkpointer.save(1, make_state(1), {})
         assert names(tmp_path) == ["1.saving"] and checkpointer.latest_step() is None

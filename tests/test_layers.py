@@ -13,6 +13,7 @@ LAYERS = {
     "jaxscale": 0,  # the package itself: docstring and version
     "jaxscale.config": 0,
     "jaxscale.distributed": 0,
+    "jaxscale.checksums": 0,
     "jaxscale.xla": 0,
     "jaxscale.sharding": 1,
     "jaxscale.kernels": 1,

@@ -99,7 +99,7 @@ class DataConfig:
     # The share of the documents, at the store's end, held out for evaluation.
     eval_fraction: float = 0.01
     shuffle: bool = True
-    # cuDNN's packed attention needs a static bound and pays for it: 4% of attention time at 8 documents a row, 19% at 32,
+    # cuDNN's packed attention needs a static bound and pays for it: 8% of attention time at 8 documents a row, 19% at 32,
     # 33% at 64 (H100, rows of 8192 tokens that hold one document). 0: what the fullest row of the data needs, up to 64.
     # Tokens of a row's further documents become padding.
     max_documents_per_row: int = 0
@@ -175,6 +175,9 @@ def validate(config: Config) -> None:
     Raises ValueError naming the key, the value and the fix.
     """
     check_types(config)
+    for key in ("model", "optim", "schedule"):
+        part = get(config, key)
+        _require(hasattr(part, "validate"), key, part, "set it to the Config of a module, such as llama.Config(...)")
     for key in ("steps", "batch_size", "seq_len", "grad_accumulation", "scan_unroll", "checkpoint.keep_last",
                 "evaluation.batches", "data.prefetch", "data.threads"):  # fmt: skip
         _require(get(config, key) >= 1, key, get(config, key), "set it to 1 or more")
@@ -185,14 +188,20 @@ def validate(config: Config) -> None:
     _require(0 < fraction < 1, "data.eval_fraction", fraction, "set it between 0 and 1, such as 0.01")
     _validate_mesh(config.mesh)
     num_microbatches, rows = config.grad_accumulation, config.batch_size
-    _require(rows % num_microbatches == 0, "batch_size", rows, f"make it a multiple of {num_microbatches=}")
+    _require(
+        rows % num_microbatches == 0,
+        "batch_size",
+        rows,
+        f"make it a multiple of config.grad_accumulation={num_microbatches}",
+    )
     layers = config.model.num_layers
     _require(layers % config.scan_unroll == 0, "scan_unroll", config.scan_unroll, f"set it to a divisor of the {layers} layers")  # fmt: skip
     for part in (config.model, config.optim, config.schedule):
         part.validate()
+    config.schedule.build(config.steps)  # a warm-up may be longer than the run
     _require(
         config.model.max_seq_len is None or config.seq_len <= config.model.max_seq_len,
-        "seq_len", config.seq_len, f"config.model.max_seq_len is {config.model.max_seq_len}",
+        "seq_len", config.seq_len, f"lower it, or raise config.model.max_seq_len={config.model.max_seq_len}",
     )  # fmt: skip
 
 
@@ -278,6 +287,24 @@ def get(config, key: str):
     return config
 
 
+def check_key(config, key: str) -> None:
+    """Raises ValueError if the config has no field of this dotted name (a field that is None may have any below it)."""
+    path = "config"
+    for name in key.split("."):
+        if config is None:
+            return
+        names = [field.name for field in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
+        if name not in names:
+            raise ValueError(_unknown_key(path, name, names))
+        config, path = getattr(config, name), f"{path}.{name}"
+
+
+def _unknown_key(path: str, name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {path}.{near[0]}?" if near else f"{path} has {', '.join(names) or 'no settings of its own'}"
+    return f"{path}.{name} is not a setting; {hint}"
+
+
 def _require(holds: bool, key: str, value, fix: str) -> None:
     if not holds:
         raise ValueError(f"config.{key}={value!r}: {fix}")
@@ -310,10 +337,9 @@ def to_json(node) -> dict:
 def from_json(data: dict, cls: type = Config, path: str = "config"):
     """The inverse of `to_json`; raises ValueError for a key the class has not, or a value of the wrong type."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    unknown = [name for name in data if name not in fields and name != "type"]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], fields, n=1)
-        raise ValueError(f"{path}.{unknown[0]} is not a setting" + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(fields)}"))  # fmt: skip
+    for name in data:
+        if name not in fields and name != "type":
+            raise ValueError(_unknown_key(path, name, list(fields)))
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for name, value in data.items():
@@ -321,7 +347,9 @@ def from_json(data: dict, cls: type = Config, path: str = "config"):
             continue
         key = f"{path}.{name}"
         if isinstance(value, dict):
-            child = _class_named(value["type"], key) if "type" in value else hints[name]
+            child = _class_named(value["type"], key) if "type" in value else _dataclass_of(hints[name])
+            if child is None:
+                raise ValueError(f"{key} has no type; add one, such as 'type': 'jaxscale.models.llama:Config'")
             value = from_json(value, child, key)
         elif isinstance(value, list):
             value = tuple(value)
@@ -334,12 +362,17 @@ def from_json(data: dict, cls: type = Config, path: str = "config"):
     return node
 
 
+def _dataclass_of(hint):
+    """The dataclass in a hint such as `Scaling | None`; None if there is none."""
+    return next((option for option in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(option)), None)
+
+
 def _class_named(name: str, key: str):
     module, _, attribute = name.partition(":")
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{key}.type={name!r} cannot be imported ({error})") from None
+        raise ValueError(f"{key}.type={name!r} cannot be imported ({error}); write module:class") from None
     if not dataclasses.is_dataclass(cls):
         raise ValueError(f"{key}.type={name!r} is not a dataclass")
     return cls
@@ -349,4 +382,6 @@ def from_config_dict(config) -> Config:
     """A Config out of whatever a config file returned: a Config, or an ml_collections ConfigDict of the same keys."""
     if isinstance(config, Config):
         return config
+    if not hasattr(config, "to_dict"):
+        raise ValueError(f"get_config() returned a {type(config).__name__}; return a jaxscale.config.Config")
     return from_json(config.to_dict())

@@ -33,10 +33,10 @@ def main(argv: list[str]) -> None:
     print(
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}, rows {rows}, sequence {seq}, heads {heads}/{kv_heads} x {head_size}, {dtype.dtype}"
     )
-    implementation = None if jax.default_backend() == "cpu" else "cudnn"
+    is_cpu = jax.default_backend() == "cpu"
 
     def dense(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=None if is_cpu else "cudnn")
 
     report("dense causal", dense, q, k, v, cotangent)
     for bound in map(int, BOUNDS.value):

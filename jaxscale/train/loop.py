@@ -1,20 +1,24 @@
 """The story of a run: data, mesh, state, steps, evaluation, checkpoints, a sample."""
 
+import collections
 import contextlib
 import dataclasses
-import json
 import logging
 import math
+import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale import config as run_config
 from jaxscale import sharding as shd
+from jaxscale import xla
 from jaxscale.checkpoint import Checkpointer
 from jaxscale.config import Config
 from jaxscale.data.loader import Corpus, open_dataset
@@ -25,7 +29,7 @@ from jaxscale.train.feed import device_batches
 from jaxscale.train.sample import sample
 from jaxscale.train.state import Plan, TrainState
 from jaxscale.train.step import make_eval_step, make_train_step
-from jaxscale.train.workdir import check_workdir
+from jaxscale.train.workdir import check_workdir, write_config
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +63,14 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
         if (latest := checkpoints.latest_step()) is not None:
             corpus.check_same(checkpoints.metadata(latest)["data"])
         sizes = run_config.validate_on(config, jax.device_count())
+        xla.enable_compilation_cache()
         # What the data needs, where the config leaves it open.
         data = dataclasses.replace(config.data, max_documents_per_row=corpus.train.max_documents_per_row)
         plan = train_state.make_plan(dataclasses.replace(config, data=data), sizes)
         if is_lead():
-            (workdir / "config.json").write_text(json.dumps(run_config.to_json(config), indent=2) + "\n")
+            write_config(workdir, config)
         with shd.use(plan.mesh, plan.rules), interrupts() as interrupted:
-            return _run(plan, workdir, corpus, checkpoints, interrupted, command)
+            return _run(plan, workdir, corpus, checkpoints, agreed(interrupted, plan), command)
 
 
 def _run(plan: Plan, workdir: Path, corpus: Corpus, checkpoints: Checkpointer, interrupted, command: str) -> Outcome:
@@ -76,6 +81,8 @@ def _run(plan: Plan, workdir: Path, corpus: Corpus, checkpoints: Checkpointer, i
     first_loss = evaluate(state.params)
     entropy = corpus.unigram_entropy()
     log.info("held-out loss at step %d: %.4f nats/token (unigram entropy %.4f)", first_step, first_loss, entropy)
+    if first_step >= config.steps:
+        log.info("nothing to train: step %d is done, and config.steps=%d", first_step, config.steps)
 
     train_step = make_train_step(plan)
     writers = open_writers(
@@ -118,25 +125,20 @@ def _run(plan: Plan, workdir: Path, corpus: Corpus, checkpoints: Checkpointer, i
                 save()
                 meter.restart()
         write(meter.flush())
-        if config.checkpoint.enabled and step > saved:
-            save()
         was_interrupted = step < config.steps
-        last_loss = text = None
-        if not was_interrupted:
+        last_loss, text = first_loss, None
+        if step > first_step and not was_interrupted:
             last_loss = evaluate(state.params)
             writers.write({"step": step, "eval_loss": last_loss})
+        # After the evaluation: what a checkpoint's step has measured is on record, also if the run is killed here.
+        if config.checkpoint.enabled and step > saved:
+            save()
     finally:
         loader.close()
         writers.close()
     if was_interrupted:
         checkpoints.wait()
-        log.info(
-            "stopped at step %d of %d%s; continue with: %s",
-            step,
-            config.steps,
-            " and saved" if saved == step else "",
-            command,
-        )
+        log.info(_stopped(config, step, command))
         return Outcome(step, True, first_loss, None, None)
     log.info(
         "held-out loss: %.4f before (step %d), %.4f after (step %d) nats/token; unigram entropy %.4f",
@@ -156,20 +158,21 @@ def check_finite(record: dict, workdir: Path, saved_step: int) -> None:
     if bad:
         raise NonFiniteError(
             f"step {record['step']}: " + ", ".join(f"{key} is {record[key]}" for key in bad)
-            + f". The run stopped; the last checkpoint is of step {saved_step} in {workdir / 'checkpoints'}. Look at the data "
-            f"of that step, lower config.schedule.peak, or set config.dtype='float32' to find out more"
+            + ". The run stopped; "
+            + (f"the last checkpoint is of step {saved_step} in {workdir / 'checkpoints'}" if saved_step else "nothing is saved")
+            + ". Look at the data of that step, lower config.schedule.peak, or set config.dtype='float32' to find out more"
         )  # fmt: skip
 
 
 @contextlib.contextmanager
 def interrupts() -> Iterator:
-    """Yields a function that says whether SIGINT or SIGTERM has come; a second SIGINT stops at once."""
+    """Yields a function that says whether SIGINT or SIGTERM has come; a SIGINT after that ends the process at once."""
     came: list[int] = []
 
     def note(signum, frame):
-        if signum == signal.SIGINT and came:
-            raise KeyboardInterrupt
         came.append(signum)
+        # Not KeyboardInterrupt: it would wait for the save in flight, and for threads. A kill harms no checkpoint.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         log.warning("%s: finishing the step and saving (once more Ctrl-C stops at once)", signal.Signals(signum).name)
 
     previous = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
@@ -177,7 +180,27 @@ def interrupts() -> Iterator:
         yield lambda: bool(came)
     finally:
         for signum, handler in previous.items():
-            signal.signal(signum, handler)
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
+
+
+def agreed(interrupted: Callable[[], bool], plan: Plan) -> Callable[[], bool]:
+    """`interrupted` of any process, the same on all of them at the same step: one that stops alone leaves the others waiting.
+
+    Every process calls it once a step. A step late with several processes: the votes are read when the devices have
+    long counted them, so they never wait for the host.
+    """
+    if jax.process_count() == 1:
+        return interrupted
+    by_device = NamedSharding(plan.mesh, PartitionSpec(plan.mesh.axis_names))
+    count = jax.jit(jnp.any, out_shardings=NamedSharding(plan.mesh, PartitionSpec()))
+    votes: collections.deque[jax.Array] = collections.deque()
+
+    def stop() -> bool:
+        mine = np.full(plan.mesh.size, interrupted())
+        votes.append(count(jax.make_array_from_callback(mine.shape, by_device, lambda index: mine[index])))
+        return len(votes) > 1 and bool(votes.popleft())
+
+    return stop
 
 
 def _restore_or_init(plan: Plan, checkpoints: Checkpointer) -> tuple[TrainState, int]:
@@ -230,17 +253,28 @@ def describe(plan: Plan, corpus: Corpus) -> str:
     """The run in a few lines: model, data, mesh, memory of the state."""
     config, data = plan.config, corpus.description
     axes = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items() if size > 1) or "one device"
+    zero = f", ZeRO-{config.mesh.zero}" if plan.mesh.shape["fsdp"] > 1 else ""
     table = shd.explain(plan.abstract.params, mesh=plan.mesh, rules=plan.rules)
     return (
         f"model: {config.model.num_params() / 1e6:,.1f} M parameters; data: {data['num_tokens']:,} tokens in "
-        f"{data['num_documents']:,} documents; mesh: {axes} ({config.mesh.axis_types}, ZeRO-{config.mesh.zero}); "
+        f"{data['num_documents']:,} documents; mesh: {axes} ({config.mesh.axis_types}{zero}); "
         f"{config.steps:,} steps of {config.batch_size} x {config.seq_len} tokens\n{table}"
     )
 
 
+def _stopped(config: Config, step: int, command: str) -> str:
+    if not config.checkpoint.enabled:
+        fate = "not saved (config.checkpoint.enabled=False); start again with"
+    else:
+        fate = "and saved; continue with" if step else "before the first; start again with"
+    return f"stopped at step {step} of {config.steps} {fate}: {command}"
+
+
 def _farewell(config: Config, workdir: Path, step: int, command: str) -> str:
+    files = ["config.json", "metrics.jsonl"]
+    files += ["checkpoints/"] * config.checkpoint.enabled + ["tensorboard/"] * config.log.tensorboard
+    command = re.sub(r" --config\.steps[= ]\d+", "", command)
     return (
-        f"done: step {step} of {config.steps}. In {workdir}: config.json, metrics.jsonl, checkpoints/"
-        + (", tensorboard/" if config.log.tensorboard else "")
-        + f"\ntrain on with: {command} --config.steps={2 * config.steps}"
-    )
+        f"done: step {step} of {config.steps}. In {workdir}: {', '.join(files)}"
+        + (f"\ntrain on with: {command} --config.steps={2 * step}" if config.checkpoint.enabled else "")
+    )  # fmt: skip

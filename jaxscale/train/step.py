@@ -47,10 +47,10 @@ def make_train_step(plan: Plan) -> Callable[[TrainState, Batch], tuple[TrainStat
 
 
 def make_eval_step(plan: Plan) -> Callable:
-    """(params, batch) -> (sum of the loss over the batch's tokens, float32; number of them, int32)."""
+    """(params, batch) -> (sum of -log p over the batch's tokens, float32, without z-loss; number of them, int32)."""
 
     def eval_step(params, batch: Batch):
-        losses = [_loss(plan, params, Batch(*arrays)) for arrays in zip(*batch, strict=True)]
+        losses = [_loss(plan, params, Batch(*arrays), z_loss=0.0) for arrays in zip(*batch, strict=True)]
         return jnp.stack(losses).sum(), count_tokens(batch)
 
     return jax.jit(eval_step)
@@ -66,7 +66,9 @@ def _accumulate(plan: Plan, params, batch: Batch, num_tokens):
 
     def one(microbatch):
         weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
-        loss, gradients = jax.value_and_grad(lambda p: _loss(plan, p, microbatch) * weight)(params)
+        loss, gradients = jax.value_and_grad(lambda p: _loss(plan, p, microbatch, z_loss=plan.config.z_loss) * weight)(
+            params
+        )
         return loss, shd.reshard(gradients, plan.gradient_shardings)
 
     if batch.tokens.shape[0] == 1:
@@ -79,9 +81,9 @@ def _accumulate(plan: Plan, params, batch: Batch, num_tokens):
     return jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), batch)[0]
 
 
-def _loss(plan: Plan, params, batch: Batch):
+def _loss(plan: Plan, params, batch: Batch, *, z_loss: float):
     config = plan.config
     model = nnx.merge(plan.graphdef, params)
     x_BSD = model(batch.tokens, batch.segments, batch.positions, execution_of(config))
     head_VD = model.head()[...]
-    return cross_entropy(x_BSD, head_VD, batch.targets, config.model.vocab_size, config.z_loss, jnp.dtype(config.dtype))
+    return cross_entropy(x_BSD, head_VD, batch.targets, config.model.vocab_size, z_loss, jnp.dtype(config.dtype))

@@ -1,5 +1,6 @@
 """Whose workdir it is."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -28,16 +29,28 @@ def check_workdir(workdir: Path, config: Config) -> None:
     if not path.exists():
         return
     try:
-        saved = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); move it away if the workdir is to be used again") from None
-    lines = different_keys(identity(saved), identity(json.loads(json.dumps(run_config.to_json(config)))))
+        saved = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a JSON object ({error}); move it away if the workdir is to be used again"
+        ) from None
+    with contextlib.suppress(ValueError):  # keys that this version has not: compared as they are
+        # A setting that came with a newer version has its default in an older run.
+        saved = run_config.to_json(run_config.from_json(saved))
+    lines = different_keys(identity(saved), identity(run_config.to_json(config)))
     if lines:
         raise ValueError(
             f"--workdir={workdir} holds another run. Differing keys:\n  "
             + "\n  ".join(f"config.{line}" for line in lines)
             + "\nChoose another --workdir, or set these keys back"
         )
+
+
+def write_config(workdir: Path, config: Config) -> None:
+    """Writes config.json whole or not at all: a kill must not leave a workdir that no run can continue."""
+    temporary = workdir / "config.json.tmp"
+    temporary.write_text(json.dumps(run_config.to_json(config), indent=2) + "\n")
+    temporary.replace(workdir / "config.json")
 
 
 def identity(config: dict) -> dict:

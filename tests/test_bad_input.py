@@ -1,0 +1,361 @@
+"""What a user gets wrong is told in a line that names key, value and fix, with exit code 2, before anything is harmed."""
+
+import dataclasses
+import hashlib
+import json
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxscale.data.indexed import IndexedWriter
+
+ROOT = Path(__file__).parents[1]
+
+CONFIG = """
+from jaxscale.config import CheckpointConfig, Config, DataConfig, Dtype, EvalConfig, LogConfig, SampleConfig
+from jaxscale.models import llama
+from jaxscale.optim import adamw
+from jaxscale.schedules import cosine
+
+
+def get_config(arg=""):
+    if arg:
+        raise ValueError(f"{arg} is not a variant of this file")
+    return Config(
+        model=llama.Config(vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64),
+        optim=adamw.Config(),
+        schedule=cosine.Config(peak=3e-3, warmup_steps=2),
+        steps=4,
+        batch_size=8,
+        seq_len=32,
+        dtype=Dtype.FLOAT32,
+        data=DataConfig(path="text", cache_dir="cache", eval_fraction=0.3),
+        checkpoint=CheckpointConfig(every=2),
+        evaluation=EvalConfig(batches=1),
+        sample=SampleConfig(tokens=0),
+        log=LogConfig(tensorboard=False),
+    )
+"""
+
+# Imports once what the script imports, then runs each command line in a fork: 0.1 s instead of 3 s. No thread may be
+# alive at the fork; a JAX backend would bring some.
+SERVER = """
+import json, os, runpy, sys, traceback, warnings
+import grain, jax, orbax.checkpoint, ml_collections
+import jaxscale.train.loop
+from jax._src import xla_bridge
+warnings.simplefilter("ignore", RuntimeWarning)
+assert not xla_bridge.backends_are_initialized()
+for line in sys.stdin:
+    output, argv = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for descriptor in (1, 2):
+            os.dup2(os.open(f"{output}.{descriptor}", os.O_WRONLY | os.O_CREAT), descriptor)
+        sys.argv, code = argv, 0
+        try:
+            runpy.run_path(argv[0], run_name="__main__")
+        except SystemExit as error:
+            code = error.code or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 99
+        with open(f"{output}.json", "w") as file:
+            json.dump([code, xla_bridge.backends_are_initialized()], file)
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+    print(flush=True)
+"""
+
+
+@dataclasses.dataclass
+class Answer:
+    code: int
+    touched_devices: bool
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with config.py and text/ (documents several rows long), where the commands run."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "config.py").write_text(CONFIG)
+    (folder / "text").mkdir()
+    for number in range(10):
+        (folder / "text" / f"{number}.txt").write_text(f"The cat {number} sat on the mat and looked at the moon. " * 4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def command(folder):
+    """`command("--config.steps=abc", workdir="new") -> Answer` of scripts/train.py."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    to_server, from_server = server.stdin, server.stdout
+    assert to_server is not None and from_server is not None
+    outputs = iter(folder / f"output{number}" for number in range(1000))
+
+    def command(*arguments, config="config.py", workdir="runs/new"):
+        output = next(outputs)
+        argv = [str(ROOT / "scripts" / "train.py"), f"--config={config}", f"--workdir={workdir}", *arguments]
+        to_server.write(json.dumps([str(output), argv]) + "\n")
+        to_server.flush()
+        assert from_server.readline(), "the server of the command lines has died"
+        texts = [Path(f"{output}.{descriptor}").read_text() for descriptor in (1, 2)]
+        return Answer(*json.loads(Path(f"{output}.json").read_text()), *texts)
+
+    yield command
+    to_server.close()
+    assert server.wait(20) == 0
+    from_server.close()
+
+
+@pytest.fixture(scope="module")
+def trained(command, folder):
+    """The workdir of a finished run."""
+    answer = command(workdir="runs/trained")
+    assert answer.code == 0, answer.err
+    return folder / "runs" / "trained"
+
+
+def content(folder):
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def assert_mistake(answer, *fragments, touched_devices=False):
+    assert answer.code == 2, answer.err
+    assert "\nerror: " in answer.err
+    assert "Traceback" not in answer.err
+    for fragment in fragments:
+        assert fragment in answer.err, answer.err
+    assert answer.touched_devices == touched_devices
+
+
+# Arguments -> what the message says: key, value and fix.
+BEFORE_DEVICES = {
+    "--config.mesh.foo=1": ("config.mesh.foo is not a setting", "stage, data, fsdp"),
+    "--config.mesh.fdsp=1": ("config.mesh.fdsp is not a setting", "did you mean config.mesh.fsdp?"),
+    "--config.modle=1": ("config.modle is not a setting", "did you mean config.model?"),
+    "--config.modle.num_layers 1": ("config.modle is not a setting", "did you mean config.model?"),
+    "--noconfig.data.shufle": ("config.data.shufle is not a setting", "did you mean config.data.shuffle?"),
+    "--config.steps.foo=1": ("config.steps.foo is not a setting", "config.steps has no settings of its own"),
+    "--config.model.rope_scaling.factor=8": ("model.rope_scaling.factor", "rope_scaling=build"),
+    "--config.steps=abc": ("--config.steps=abc", "int"),
+    "--config.steps=2.5": ("--config.steps=2.5", "int"),
+    "--config.steps=none": ("config.steps=None", "set it to a value of type int"),
+    "--config.steps=0": ("config.steps=0", "set it to 1 or more"),
+    "--config.z_loss=-1": ("config.z_loss=-1.0", "set it to 0 or more"),
+    "--config.z_loss=nan": ("config.z_loss=nan", "set it to 0 or more"),
+    "--config.dtype=float16": ("--config.dtype=float16", "bfloat16|float32"),
+    "--config.data.shuffle=maybe": ("--config.data.shuffle=maybe", "boolean"),
+    "--config.data.shuffle False": ("'False' is no flag", "--key=value"),
+    "--config.mesh=8": ("--config.mesh=8",),
+    "--wrkdir=there": ("wrkdir", "Did you mean: workdir"),
+    "--config.batch_size=9 --config.grad_accumulation=2": (
+        "config.batch_size=9",
+        "make it a multiple of config.grad_accumulation=2",
+    ),
+    "--config.scan_unroll=2": ("config.scan_unroll=2", "divisor of the 1 layers"),
+    "--config.schedule.warmup_steps=4": ("config.schedule.warmup_steps=4", "config.steps=4"),
+    "--config.schedule.peak=0": ("config.schedule.peak=0.0", "above 0"),
+    "--config.optim.b2=1": ("config.optim.b2=1.0", "set it from 0"),
+    "--config.model.num_heads=3": ("config.model.num_heads=3", "config.model.num_kv_heads=4"),
+    "--config.model.max_seq_len=16": ("config.seq_len=32", "lower it, or raise config.model.max_seq_len=16"),
+    "--config.mesh.fsdp=0": ("config.mesh.fsdp=0", "set it to 1 or more, or to -1"),
+    "--config.mesh.data=-1": ("config.mesh.data and config.mesh.fsdp are both -1", "only one"),
+    "--config.mesh.context=2": ("config.mesh.context=2", "set config.mesh.context=1"),
+    "--config.mesh.zero=4": ("config.mesh.zero=4", "1, 2 or 3"),
+    "--config.data.path=nowhere": ("config.data.path='nowhere'", "finds no file"),
+    "--config.data.tokenizer=nowhere": ("config.data.tokenizer='nowhere'", "tokenizer.json"),
+    "--config.data.eval_fraction=1": ("config.data.eval_fraction=1.0", "between 0 and 1"),
+    "--config.seq_len=4096": ("seq_len=4096", "lower seq_len, or add text"),
+}
+
+
+@pytest.mark.parametrize("arguments", BEFORE_DEVICES)
+def test_a_mistake_is_told_before_devices_are_touched_and_changes_nothing(command, trained, arguments):
+    workdir = workdir_for(arguments, trained)
+    before = content(workdir)
+    answer = command(*shlex.split(arguments), workdir=workdir)
+    assert_mistake(answer, *BEFORE_DEVICES[arguments])
+    assert content(workdir) == before
+
+
+def workdir_for(arguments, trained):
+    """A new one for what a workdir cannot change."""
+    owned = ("seq_len", "config.batch_size", "tokenizer")
+    return trained.with_name("other") if any(key in arguments for key in owned) else trained
+
+
+# What only the number of devices tells.
+ON_DEVICES = {
+    "--config.mesh.fsdp=3": ("config.mesh (fsdp=3) needs 3 devices and 8 are here", "set one axis to -1"),
+    "--config.mesh.tensor=3": ("config.mesh (fsdp=-1, tensor=3) needs a multiple of 3 devices", "product is 8"),
+    "--config.mesh.tensor=8": ("config.model.num_heads=4", "tensor=8", "set config.mesh.tensor to a divisor of 4"),
+    "--config.batch_size=12": ("config.batch_size=12", "must be a multiple of data * fsdp * expert = 8"),
+    "--config.batch_size=8 --config.grad_accumulation=2": ("config.batch_size=8", "set config.batch_size to a multiple of 16"),
+    "--config.mesh.tensor=4 --config.seq_len=30": ("config.seq_len=30", "config.mesh.tensor=4", "sequence_parallel=False"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", ON_DEVICES)
+def test_a_layout_that_does_not_fit_the_devices_is_told_and_changes_nothing(command, trained, arguments):
+    workdir = workdir_for(arguments, trained)
+    before = content(workdir)
+    assert_mistake(command(*shlex.split(arguments), workdir=workdir), *ON_DEVICES[arguments], touched_devices=True)
+    assert content(workdir) == before
+
+
+def test_a_config_file_that_is_not_there_or_refuses_is_told(command, folder):
+    assert_mistake(command(config="nowhere.py"), "--config=nowhere.py", "no such file")
+    assert_mistake(command(config="config.py:big"), "--config=config.py:big", "big is not a variant of this file")
+    (folder / "none.py").write_text("def get_config(arg=''):\n    pass\n")
+    assert_mistake(command(config="none.py"), "get_config() returned a NoneType", "return a jaxscale.config.Config")
+
+
+def test_a_broken_config_file_shows_its_traceback(command, folder):
+    (folder / "broken.py").write_text("def get_config(arg=''):\n    return missing_name\n")
+    answer = command(config="broken.py")
+    assert answer.code != 0
+    assert "Traceback" in answer.err and "missing_name" in answer.err
+
+
+def test_a_workdir_of_another_run_is_refused_with_the_differing_keys(command, trained):
+    before = content(trained)
+    answer = command("--config.model.mlp_dim=96", "--config.seed=3", workdir=trained)
+    assert_mistake(answer, "holds another run", "config.model.mlp_dim: saved 64, now 96", "config.seed: saved 0, now 3")
+    assert "num_layers" not in answer.err
+    assert content(trained) == before
+
+
+def test_a_workdir_that_cannot_be_written_is_refused(command, folder):
+    (folder / "file").write_text("not a folder")
+    assert_mistake(command(workdir="file"), "--workdir=file cannot be written to", "choose another folder")
+    assert (folder / "file").read_text() == "not a folder"
+    (folder / "half").mkdir()
+    (folder / "half" / "config.json").write_text('{"steps": ')
+    assert_mistake(command(workdir="half"), "config.json is not a JSON object", "move it away")
+
+
+def test_data_that_changed_under_a_run_is_refused(command, trained, folder):
+    before = content(trained)
+    (folder / "changed").mkdir()
+    (folder / "changed" / "a.txt").write_text("Something else. " * 40)
+    (folder / "changed" / "b.txt").write_text("And something more. " * 40)
+    answer = command("--config.data.path=changed", workdir=trained)
+    # The checkpoint that knows the data is read with Orbax, which asks for the devices.
+    assert_mistake(
+        answer, "changed is not the data this run began with", "num_tokens was", "restore config.data.path", touched_devices=True
+    )  # fmt: skip
+    assert content(trained) == before
+
+
+def write_store(prefix, *, bad_id=None, at=0):
+    ids = np.random.default_rng(0).integers(0, 250, (40, 1000)).astype(np.uint16)
+    if bad_id is not None:
+        ids[at // 1000, at % 1000] = bad_id
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for document in ids:
+            writer.add(document)
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+
+
+def cut(path, num_bytes):
+    path.write_bytes(path.read_bytes()[:num_bytes])
+
+
+DAMAGES = {
+    "a .bin cut short": (lambda data, index: cut(data, 70_000), ("has 70000 bytes", "truncated: copy it again")),
+    "an .idx cut short": (lambda data, index: cut(index, 100), ("is truncated: 100 bytes", "write it again")),
+    "an .idx of another store": (
+        lambda data, index: data.write_bytes(data.read_bytes() + b"\0\0"),
+        ("has 80002 bytes", "they belong to different stores"),
+    ),
+    "no .idx": (lambda data, index: index.unlink(), ("no such file", "copy both")),
+    "an empty .bin": (lambda data, index: cut(data, 0), ("is empty", "copy the store again")),
+    "an .idx that is no index": (lambda data, index: index.write_bytes(b"?" * 200), ("is not a Megatron index",)),
+    "offsets that do not follow each other": (
+        lambda data, index: index.write_bytes(
+            # The second of the 40 offsets, behind the header (34 bytes) and 40 lengths.
+            index.read_bytes()[: 34 + 160 + 8] + struct.pack("<q", 5) + index.read_bytes()[34 + 160 + 16 :]
+        ),
+        ("sequence 1 begins at byte 5", "write the store again"),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_store_is_told_before_devices_are_touched(command, tmp_path, damage):
+    spoil, fragments = DAMAGES[damage]
+    spoil(*write_store(tmp_path / "store"))
+    assert_mistake(command(f"--config.data.path={tmp_path / 'store.bin'}", workdir=tmp_path / "run"), *fragments)
+
+
+def test_empty_data_is_told(command, folder, tmp_path):
+    (folder / "empty").mkdir()
+    assert_mistake(command("--config.data.path=empty"), "config.data.path='empty'", "finds no file")
+    (folder / "empty" / "a.txt").write_text("")
+    assert_mistake(command("--config.data.path=empty"), "none of the 1 documents holds text", "check config.data.path")
+    (folder / "empty" / "b.txt").write_bytes(b"caf\xe9")
+    assert_mistake(command("--config.data.path=empty"), "b.txt is not UTF-8 at byte 3", "convert it")
+
+
+def test_ids_beyond_the_vocabulary_are_told(command, tmp_path):
+    answer = command("--config.model.vocab_size=100", workdir=tmp_path / "text")
+    assert_mistake(
+        answer, "config.data.tokenizer='bytes' has 257 ids but vocab_size=100", "set config.model.vocab_size to 257"
+    )
+    write_store(tmp_path / "first", bad_id=300, at=0)
+    answer = command(f"--config.data.path={tmp_path / 'first'}", workdir=tmp_path / "store")
+    assert_mistake(answer, "document 0 holds id 300 at position 0", "set config.model.vocab_size")  # fmt: skip
+
+
+def test_an_id_beyond_the_vocabulary_that_turns_up_later_is_told_too(command, tmp_path):
+    # 28 of the 40 documents are for training; the rows looked at before the start are 444 tokens apart.
+    write_store(tmp_path / "later", bad_id=300, at=200)
+    answer = command(
+        f"--config.data.path={tmp_path / 'later'}", "--config.data.shuffle=False", workdir=tmp_path / "run"
+    )
+    assert_mistake(answer, "document 0 holds id 300 at position 200", "set config.model.vocab_size", touched_devices=True)  # fmt: skip
+
+
+def test_a_half_written_checkpoint_is_passed_over_for_the_last_whole_one(command, trained, folder):
+    workdir = shutil.copytree(trained, folder / "runs" / "damaged")
+    damaged = next((workdir / "checkpoints" / "4" / "state").rglob("d/*"))
+    cut(damaged, damaged.stat().st_size // 2)
+    answer = command(workdir=workdir)
+    assert answer.code == 0, answer.err
+    assert "checkpoint step 4" in answer.out and "is damaged and not used" in answer.out
+    assert "continuing from the checkpoint of step 2" in answer.out
+    assert (workdir / "checkpoints" / "4.corrupt").is_dir()
+    # Without the last file of a save it is no checkpoint at all; with none left nothing is made up.
+    for step in ("2", "4"):
+        (workdir / "checkpoints" / step / "checksums.json").unlink()
+    answer = command(workdir=workdir)
+    assert answer.code == 1 and "Traceback" not in answer.err
+    assert "no sound checkpoint to restore" in answer.err and "move these folders away" in answer.err
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(command, folder):
+    workdir = folder / "runs" / "diverged"
+    answer = command("--config.schedule.peak=1e30", "--config.checkpoint.every=2", workdir=workdir)
+    assert answer.code == 1
+    assert "Traceback" not in answer.err
+    assert "step 2: grad_norm is nan" in answer.err and "lower config.schedule.peak" in answer.err
+    assert "nothing is saved" in answer.err
+    assert not list((workdir / "checkpoints").iterdir())
+    steps = [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1]

@@ -1,0 +1,454 @@
+"""A run from start to end: killed, interrupted, continued, on another mesh, in two processes."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxscale.config import CheckpointConfig, Config, DataConfig, Dtype, EvalConfig, LogConfig, MeshConfig, SampleConfig
+from jaxscale.data.loader import Corpus
+from jaxscale.models import llama
+from jaxscale.optim import adamw
+from jaxscale.schedules import cosine
+from jaxscale.train import loop
+from jaxscale.train.loop import train
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "scripts" / "train.py")
+
+# The loss after a checkpoint went to another mesh: float32, sums in another order.
+LOSS_RTOL = 1e-5
+
+
+def run_config(text: Path, **changes) -> Config:
+    return dataclasses.replace(
+        Config(
+            model=llama.Config(vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64),
+            optim=adamw.Config(),
+            schedule=cosine.Config(peak=3e-3, warmup_steps=2),
+            steps=12,
+            batch_size=8,
+            seq_len=32,
+            dtype=Dtype.FLOAT32,
+            data=DataConfig(path=str(text / "*.txt"), cache_dir=str(text / "cache"), eval_fraction=0.3),
+            checkpoint=CheckpointConfig(every=2, keep_last=9),
+            evaluation=EvalConfig(batches=1),
+            sample=SampleConfig(tokens=0),
+            log=LogConfig(tensorboard=False),
+        ),
+        **changes,
+    )
+
+
+# The same config as a file: an import by path, as a test module is no package.
+CONFIG_FILE = """
+import importlib.util
+from pathlib import Path
+
+spec = importlib.util.spec_from_file_location("test_run", {path!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+
+def get_config(arg=""):
+    return module.run_config(Path({text!r}))
+"""
+
+# Runs the script slowly enough to be hit, and ends it at the moment argv[1] names, as kill -9 would.
+SLOW_SCRIPT = """
+import os, runpy, signal, sys, time
+from jaxscale.checkpoint import Checkpointer
+from jaxscale.metrics import Meter
+
+moment = sys.argv[1]
+sys.argv = sys.argv[2:]
+
+
+def hook(owner, name, label, delay):
+    original = getattr(owner, name)
+
+    def method(self, step, *arguments):
+        time.sleep(delay)
+        if moment == f"{label} {step}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, step, *arguments)
+
+    setattr(owner, name, method)
+
+
+def wait(self, abstract_state):
+    print("waiting", flush=True)
+    time.sleep(60)
+
+
+if moment == "start":
+    Checkpointer.restore = wait
+hook(Meter, "record", "step", 0.1)
+hook(Checkpointer, "_finish", "saving", 0)
+hook(Checkpointer, "_publish", "renaming", 0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder of small text files, and the run's config.py."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(f"The cat {number} sat on the mat and looked at the moon. " * 12)
+    (folder / "config.py").write_text(CONFIG_FILE.format(path=__file__, text=str(folder)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(text):
+    """`start(workdir, *arguments, moment=...) -> Popen` of scripts/train.py."""
+    running = []
+
+    def start(workdir, *arguments, moment="", devices=8, **environment):
+        command = [
+            sys.executable,
+            "-c",
+            SLOW_SCRIPT,
+            moment,
+            SCRIPT,
+            f"--config={text / 'config.py'}",
+            f"--workdir={workdir}",
+        ]
+        flags = os.environ["XLA_FLAGS"] + f" --xla_force_host_platform_device_count={devices}"
+        process = subprocess.Popen(
+            [*command, *arguments], env=os.environ | {"XLA_FLAGS": flags} | environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def finish(process, code=0, timeout=120) -> str:
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == code, output
+    return output
+
+
+def found(pattern, text) -> tuple[str, ...]:
+    match = re.search(pattern, text)
+    assert match, text
+    return match.groups()
+
+
+def records(workdir):
+    path = Path(workdir) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses(workdir):
+    """Loss by step; a step must be on record once."""
+    pairs = [(record["step"], record["loss"]) for record in records(workdir) if "loss" in record]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def eval_losses(workdir):
+    pairs = [(record["step"], record["eval_loss"]) for record in records(workdir) if "eval_loss" in record]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def saved_steps(workdir):
+    return sorted(int(path.name) for path in (Path(workdir) / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def wait_for_records(process, workdir, number):
+    """Until that many steps are on record."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            if len(records(workdir)) >= number:
+                return
+        time.sleep(0.01)
+    raise AssertionError(process.communicate()[0])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text, tmp_path_factory):
+    """The workdir of a run that nothing happened to, on the 8 devices of this process."""
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    train(run_config(text), workdir)
+    assert list(losses(workdir)) == list(range(1, 13)) and list(eval_losses(workdir)) == [12]
+    return workdir
+
+
+def test_killed_at_any_moment_the_same_command_gives_the_same_losses_bit_for_bit(start, undisturbed, tmp_path):
+    draw = random.Random(time.time_ns())
+    moments = ["", f"saving {draw.choice([4, 6])}", f"renaming {draw.choice([6, 8])}"]
+    print(moments)
+    for moment in moments:
+        process = start(tmp_path, moment=moment)
+        if not moment:
+            wait_for_records(process, tmp_path, draw.choice([1, 2, 3]))
+            process.kill()
+        finish(process, -signal.SIGKILL)
+    assert "continuing from the checkpoint of step" in finish(start(tmp_path))
+    assert losses(tmp_path) == losses(undisturbed)
+    assert eval_losses(tmp_path) == eval_losses(undisturbed)
+
+
+def test_interrupted_it_saves_exits_with_130_and_the_command_it_names_continues_bit_for_bit(
+    start, undisturbed, tmp_path
+):
+    first = start(tmp_path, "--config.checkpoint.every=0")
+    wait_for_records(first, tmp_path, 2)
+    first.send_signal(signal.SIGINT)
+    output = finish(first, 130)
+    step = int(found(r"stopped at step (\d+) of 12 and saved; continue with: (.*)", output)[0])
+    assert 2 <= step < 12 and saved_steps(tmp_path) == [step]
+    # The whole command, its settings included.
+    command = found(r"continue with: python (.*)", output)[0]
+    assert command.split() == [*first.args[4:]]
+
+    second = start(tmp_path, "--config.checkpoint.every=0")
+    wait_for_records(second, tmp_path, step + 1)
+    second.send_signal(signal.SIGTERM)
+    output = finish(second, 130)
+    assert "SIGTERM: finishing the step and saving" in output
+    assert saved_steps(tmp_path)[-1] > step
+    finish(start(tmp_path))
+    assert losses(tmp_path) == losses(undisturbed)
+
+
+def test_a_second_ctrl_c_stops_at_once(start, tmp_path):
+    process = start(tmp_path, moment="start")
+    assert any("waiting" in line for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):  # what it does goes on
+        process.wait(0.5)
+    process.send_signal(signal.SIGINT)
+    process.wait(5)
+    assert process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_before_the_first_step_it_stops_there(text, tmp_path, monkeypatch, signum):
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    entropy = Corpus.unigram_entropy
+
+    def interrupted(corpus):
+        signal.raise_signal(signum)
+        return entropy(corpus)
+
+    monkeypatch.setattr(Corpus, "unigram_entropy", interrupted)
+    monkeypatch.setattr(loop, "make_train_step", lambda plan: lambda *arguments: pytest.fail("a step was run"))
+    stopped = tell(run_config(text), tmp_path)
+    assert stopped.outcome.interrupted and stopped.outcome.step == 0
+    assert "stopped at step 0 of 12 before the first; start again with: python train.py" in stopped.said
+    assert saved_steps(tmp_path) == []
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_two(start, workdir):
+    shared = {
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    return [start(workdir, devices=4, **shared, JAX_PROCESS_ID=str(number)) for number in range(2)]
+
+
+@pytest.mark.slow
+def test_two_processes_stop_together_when_one_is_told_and_train_like_one(start, undisturbed, tmp_path):
+    both = start_two(start, tmp_path)
+    wait_for_records(both[0], tmp_path, 2)
+    both[1].send_signal(signal.SIGTERM)  # the one that does not lead
+    outputs = [finish(process, 130) for process in both]
+    step = int(found(r"stopped at step (\d+) of 12 and saved", outputs[0])[0])
+    assert 2 <= step < 12 and step in saved_steps(tmp_path)
+    assert "stopped at" not in outputs[1]  # one of them speaks
+
+    outputs = [finish(process) for process in start_two(start, tmp_path)]
+    assert f"continuing from the checkpoint of step {step}" in outputs[0]
+    assert_close(losses(tmp_path), losses(undisturbed))
+    assert_close(eval_losses(tmp_path), eval_losses(undisturbed))
+
+
+def assert_close(mine, theirs):
+    assert list(mine) == list(theirs)
+    np.testing.assert_allclose(list(mine.values()), list(theirs.values()), rtol=LOSS_RTOL)
+
+
+def continued_from(step, source, workdir):
+    """A copy of a finished run's workdir as it was when that step had been saved."""
+    shutil.copytree(source, workdir)
+    for newer in saved_steps(workdir):
+        if newer > step:
+            shutil.rmtree(workdir / "checkpoints" / str(newer))
+    return workdir
+
+
+def test_continued_on_the_same_mesh_the_losses_are_the_same_bit_for_bit(text, undisturbed, tmp_path):
+    workdir = continued_from(6, undisturbed, tmp_path / "run")
+    outcome = train(run_config(text), workdir)
+    assert outcome.step == 12 and not outcome.interrupted
+    assert losses(workdir) == losses(undisturbed)
+    assert eval_losses(workdir) == eval_losses(undisturbed)
+
+
+def test_continued_on_another_mesh_the_losses_are_the_same(text, undisturbed, tmp_path):
+    workdir = continued_from(6, undisturbed, tmp_path / "run")
+    train(run_config(text, mesh=MeshConfig(data=2, fsdp=1, tensor=4)), workdir)
+    assert losses(workdir) != losses(undisturbed)  # it did run, in another order of sums
+    assert_close(losses(workdir), losses(undisturbed))
+
+
+@dataclasses.dataclass
+class Told:
+    """A workdir, its run's outcome, and what the run said."""
+
+    workdir: Path
+    config: Config
+    outcome: loop.Outcome
+    said: str
+
+
+@pytest.fixture(scope="module")
+def told(text, tmp_path_factory):
+    """Six steps with everything a run prints and writes switched on."""
+    workdir = tmp_path_factory.mktemp("told")
+    config = run_config(
+        text, steps=6, seq_len=256, z_loss=0.01, evaluation=EvalConfig(batches=1, every=2), log=LogConfig(),
+        sample=SampleConfig(tokens=200, prompt="The "), checkpoint=CheckpointConfig(every=3),
+    )  # fmt: skip
+    return tell(config, workdir)
+
+
+def tell(config, workdir):
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("jaxscale")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        outcome = train(config, workdir, command="python train.py --config.steps=6 --config.seed 0")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return Told(Path(workdir), config, outcome, "\n".join(lines))
+
+
+def test_the_held_out_loss_is_told_before_and_after_beside_the_unigram_entropy(told):
+    assert told.outcome.last_loss < told.outcome.first_loss
+    # An untrained model knows nothing: all ids are as likely. (The z-loss may be part of it.)
+    assert -0.1 < told.outcome.first_loss - math.log(257) < 0.4
+    loss, entropy = found(r"held-out loss at step 0: ([\d.]+) nats/token \(unigram entropy ([\d.]+)\)", told.said)
+    assert float(loss) == round(told.outcome.first_loss, 4)
+    assert 2 < float(entropy) < math.log(30)  # some 20 letters, unevenly
+    assert (
+        f"held-out loss: {told.outcome.first_loss:.4f} before (step 0), {told.outcome.last_loss:.4f} after (step 6) "
+        f"nats/token; unigram entropy {entropy}" in told.said
+    )
+
+
+def test_the_z_loss_of_the_config_is_part_of_the_loss(told):
+    assert abs(losses(told.workdir)[1] - math.log(257) - 0.01 * math.log(257) ** 2) < 0.1
+
+
+def test_a_sample_of_200_characters_is_told(told):
+    assert "sample (temperature 0.8):\nThe " in told.said
+    # Bytes that are no UTF-8 become one replacement for several; ids of ends of documents are left out.
+    assert told.outcome.text.startswith("The ") and 100 < len(told.outcome.text) <= 204
+
+
+def test_the_last_lines_say_where_everything_is_and_how_to_go_on(told):
+    last = told.said[told.said.index("done: ") :]
+    assert last.splitlines() == [
+        f"done: step 6 of 6. In {told.workdir}: config.json, metrics.jsonl, checkpoints/, tensorboard/",
+        "train on with: python train.py --config.seed 0 --config.steps=12",
+    ]
+    for name in ("config.json", "metrics.jsonl", "checkpoints", "tensorboard"):
+        assert (told.workdir / name).exists()
+    assert [path for path in (told.workdir / "tensorboard").iterdir() if path.stat().st_size > 100]
+
+
+def test_the_held_out_text_is_evaluated_every_so_many_steps_and_at_the_end(told):
+    assert list(eval_losses(told.workdir)) == [2, 4, 6]
+    assert eval_losses(told.workdir)[6] == told.outcome.last_loss
+    assert saved_steps(told.workdir) == [3, 6]
+
+
+def test_a_finished_run_is_not_trained_again_and_says_how_to_go_on(told, monkeypatch):
+    before = (told.workdir / "metrics.jsonl").read_bytes()
+    monkeypatch.setattr(loop, "make_train_step", lambda plan: lambda *arguments: pytest.fail("a step was run"))
+    again = tell(dataclasses.replace(told.config, sample=SampleConfig(tokens=0)), told.workdir)
+    assert "nothing to train: step 6 is done, and config.steps=6" in again.said
+    assert "train on with: " in again.said and "--config.steps=12" in again.said
+    assert again.outcome.first_loss == again.outcome.last_loss == told.outcome.last_loss
+    assert (told.workdir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_goes_on_when_steps_is_raised(told, tmp_path):
+    shutil.copytree(told.workdir, tmp_path / "run")
+    config = dataclasses.replace(told.config, steps=8, sample=SampleConfig(tokens=0))
+    more = tell(config, tmp_path / "run")
+    assert more.outcome.step == 8
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6, 7, 8]
+    before, after = losses(told.workdir), losses(tmp_path / "run")
+    assert all(after[step] == before[step] for step in before)
+    assert more.outcome.first_loss == told.outcome.last_loss
+
+
+def test_without_checkpoints_nothing_is_saved_and_no_continuation_is_promised(text, tmp_path, monkeypatch):
+    off = CheckpointConfig(enabled=False)
+    run = tell(run_config(text, steps=3, checkpoint=off), tmp_path)
+    assert run.outcome.step == 3 and list(losses(tmp_path)) == [1, 2, 3]
+    assert saved_steps(tmp_path) == [] and "train on with" not in run.said and "checkpoints/" not in run.said
+
+    monkeypatch.setattr(loop, "interrupts", lambda: contextlib.nullcontext(lambda: True))
+    stopped = tell(run_config(text, steps=3, checkpoint=off), tmp_path)
+    assert "not saved (config.checkpoint.enabled=False); start again with" in stopped.said
+
+
+def test_a_poisoned_state_is_not_saved_and_the_step_is_named(text, tmp_path, monkeypatch):
+    make_train_step = loop.make_train_step
+
+    def make_poisoned(plan):
+        step = make_train_step(plan)
+
+        def poisoned(state, batch):
+            state, metrics = step(state, batch)
+            is_sixth = int(state.step) == 6
+            return state, metrics | {"loss": metrics["loss"] * (math.nan if is_sixth else 1.0)}
+
+        return poisoned
+
+    monkeypatch.setattr(loop, "make_train_step", make_poisoned)
+    with pytest.raises(
+        loop.NonFiniteError, match="step 6: loss is nan. The run stopped; the last checkpoint is of step 3"
+    ):
+        train(run_config(text, checkpoint=CheckpointConfig(every=3)), tmp_path)
+    assert saved_steps(tmp_path) == [3] and list(losses(tmp_path)) == [1, 2, 3, 4, 5]

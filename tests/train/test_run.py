@@ -222,7 +222,7 @@ def test_interrupted_it_saves_exits_with_130_and_the_command_it_names_continues_
     step = int(found(r"stopped at step (\d+) of 12 and saved; continue with: (.*)", output)[0])
     assert 2 <= step < 12 and saved_steps(tmp_path) == [step]
     # The whole command, its settings included.
-    command = found(r"continue with: python (.*)", output)[0]
+    command = found(r"continue with: \S*python\S* (.*)", output)[0]
     assert command.split() == [*first.args[4:]]
 
     second = start(tmp_path, "--config.checkpoint.every=0")

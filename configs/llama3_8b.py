@@ -2,7 +2,8 @@
 
     python scripts/train.py --config configs/llama3_8b.py --workdir runs/llama3_8b --config.data.path=...
 
-Hardware: 4 or more H200, or 8 or more H100, of one node (FSDP over all of them). Figures: docs/benchmarks.md.
+Hardware: 4 or more H200, or 8 or more H100, of one node (FSDP over all of them). Expect 10,400 tokens/s a
+GPU and 101 GiB on 4 H200, compiled in 20 s (docs/benchmarks.md).
 """
 
 from jaxscale.config import Config, DataConfig, MeshConfig, Remat

@@ -1,4 +1,6 @@
 import dataclasses
+import importlib
+import pkgutil
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxscale import models
 from jaxscale.config import Dtype, Remat
 from jaxscale.models import llama
 from jaxscale.ops.execution import Execution
@@ -38,6 +41,16 @@ def build(config, scale=8.0):
     model = config.build(nnx.Rngs(0))
     keys = iter(jax.random.split(jax.random.key(1), 100))
     return jax.tree.map(lambda x: x * scale + 0.1 * jax.random.normal(next(keys), x.shape), model)
+
+
+@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(models.__path__)])
+def test_a_model_file_offers_what_the_run_needs(name):
+    module = importlib.import_module(f"jaxscale.models.{name}")
+    fields = {field.name for field in dataclasses.fields(module.Config)}
+    assert {"num_layers", "vocab_size", "max_seq_len"} <= fields
+    for method in ("validate", "validate_on", "num_params", "flops_per_token", "build"):
+        assert callable(getattr(module.Config, method)), method
+    assert module.__doc__ and module.Config.__doc__
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from jaxscale.config import Attention
 from jaxscale.ops.attention import attention, document_lengths
+from jaxscale.ops.execution import Execution
 
 SHAPE = flags.DEFINE_list("shape", ["2", "8192", "32", "8", "128"], "rows, sequence, query heads, key heads, head size")
 BOUNDS = flags.DEFINE_list("bounds", ["1", "8", "16", "32", "64"], "documents a row may hold")
@@ -34,6 +34,7 @@ def main(argv: list[str]) -> None:
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}, rows {rows}, sequence {seq}, heads {heads}/{kv_heads} x {head_size}, {dtype.dtype}"
     )
     is_cpu = jax.default_backend() == "cpu"
+    execution = Execution()
 
     def dense(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=None if is_cpu else "cudnn")
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> None:
                 lengths = document_lengths(segments, bound)
 
                 def packed(q, k, v, segments=segments, lengths=lengths):
-                    return attention(q, k, v, segments, lengths, window=None, kind=Attention.AUTO)
+                    return attention(q, k, v, segments, lengths, window=None, execution=execution)
 
                 report(f"bound {bound:3d}, documents {documents:3d}", packed, q, k, v, cotangent)
 

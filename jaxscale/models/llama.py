@@ -13,7 +13,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale import sharding as shd
-from jaxscale.config import Attention
 from jaxscale.ops import rope
 from jaxscale.ops.attention import attention, document_lengths
 from jaxscale.ops.embedding import embed
@@ -146,7 +145,7 @@ def _block(c: Config, segments_BS, positions_BS, execution: Execution):
 
     def body(x_BSD, block: Block):
         block = shd.gather(block, dtype=jnp.dtype(execution.dtype))
-        x_BSD = x_BSD + block.attend(x_BSD, cos_sin, segments_BS, lengths_BM, execution.attention)
+        x_BSD = x_BSD + block.attend(x_BSD, cos_sin, segments_BS, lengths_BM, execution)
         x_BSD = checkpoint_name(x_BSD, "residual")
         return x_BSD + block.feed_forward(x_BSD), None
 
@@ -174,7 +173,7 @@ class Block(nnx.Module):
             self.q_norm = shd.param(rngs, (head,), "head", fill=1.0)
             self.k_norm = shd.param(rngs, (head,), "head", fill=1.0)
 
-    def attend(self, x_BSD, cos_sin, segments_BS, lengths_BM, kind: Attention):
+    def attend(self, x_BSD, cos_sin, segments_BS, lengths_BM, execution: Execution):
         x_BSD = rms_norm(x_BSD, self.attention_norm[...], eps=self.c.norm_eps)
         q_BSNH, k_BSKH, v_BSKH = self._project(shd.constrain(x_BSD, "batch seq act_embed"))
         if self.c.qk_norm:
@@ -182,7 +181,7 @@ class Block(nnx.Module):
             k_BSKH = rms_norm(k_BSKH, self.k_norm[...], eps=self.c.norm_eps)
         q_BSNH, k_BSKH = rope.rotate(q_BSNH, *cos_sin), rope.rotate(k_BSKH, *cos_sin)
         q_BSNH, k_BSKH, v_BSKH = (checkpoint_name(x, "qkv") for x in (q_BSNH, k_BSKH, v_BSKH))
-        out_BSNH = attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, window=self.c.window, kind=kind)
+        out_BSNH = attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, window=self.c.window, execution=execution)
         return shd.einsum("BSNH,NHD->BSD", out_BSNH, self.out[...], out="batch residual_seq act_embed")
 
     def _project(self, x_BSD):

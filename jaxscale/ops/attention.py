@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxscale import sharding as shd
 from jaxscale.config import Attention
 from jaxscale.kernels import cudnn_attention, xla_attention
+from jaxscale.ops.execution import Execution
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def _say_once(message: str) -> None:
     log.warning("%s", message)
 
 
-def attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, *, window: int | None, kind: Attention):
+def attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, *, window: int | None, execution: Execution):
     """Causal attention that stays inside each document. Returns [B, S, N, H]; padding comes out as zeros.
 
     segments_BS: int32, 0 is padding; lengths_BM: the same as tokens a document (`document_lengths`). Heads may be split
@@ -51,8 +52,8 @@ def attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, *, window: int | 
     """
     scale = q_BSNH.shape[-1] ** -0.5
     group = q_BSNH.shape[2] // k_BSKH.shape[2]
-    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
-    kind = choose(kind, q_BSNH, k_BSKH, platform=jax.default_backend(), compute_capability=capability)
+    hardware = dict(platform=execution.platform, compute_capability=execution.compute_capability)
+    kind = choose(execution.attention, q_BSNH, k_BSKH, **hardware)
     kv_is_whole = shd.mesh_axes("kv_heads") != shd.mesh_axes("heads")
 
     def local(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM):

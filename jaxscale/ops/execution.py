@@ -6,6 +6,7 @@ would repeat it.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -32,13 +33,17 @@ class Execution:
     attention: Attention = Attention.AUTO
     # The most documents that a row may hold.
     max_documents: int = 32
+    # Of the devices it will run on, which need not be here (a step can be compiled for a card that is elsewhere).
+    platform: str = dataclasses.field(default_factory=jax.default_backend)
+    compute_capability: str = "9.0"
 
 
-def execution_of(config: Config) -> Execution:
-    """The run's choices."""
+def execution_of(config: Config, device: Any) -> Execution:
+    """The run's choices, on devices like this one."""
     return Execution(
         dtype=config.dtype, remat=config.remat, scan_unroll=config.scan_unroll, attention=config.attention,
-        max_documents=config.data.max_documents_per_row,
+        max_documents=config.data.max_documents_per_row, platform=device.platform,
+        compute_capability=getattr(device, "compute_capability", "9.0"),
     )  # fmt: skip
 
 

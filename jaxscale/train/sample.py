@@ -6,7 +6,6 @@ import numpy as np
 from flax import nnx
 
 from jaxscale import sharding as shd
-from jaxscale.ops.execution import execution_of
 from jaxscale.train.state import Plan
 
 # The window's length is rounded up to this, which every usual tensor axis divides.
@@ -41,14 +40,13 @@ class _Static:
 def _continue(static, params, tokens_BS, prompt_length, num_tokens, temperature, key):
     plan = static.plan
     model = nnx.merge(plan.graphdef, params)
-    execution = execution_of(plan.config)
     position_S = jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)
     positions_BS = shd.constrain(jnp.broadcast_to(position_S, tokens_BS.shape), "batch seq")
 
     def extend(i, tokens_BS):
         # What is ahead of the last token is padding, and the attention is causal.
         segments_BS = (positions_BS < i).astype(jnp.int32)
-        x_BSD = model(tokens_BS, segments_BS, positions_BS, execution)
+        x_BSD = model(tokens_BS, segments_BS, positions_BS, plan.execution)
         is_last_S = (position_S == i - 1).astype(x_BSD.dtype)
         last_BD = shd.einsum("BSD,S->BD", x_BSD, is_last_S, out="batch act_embed")
         head_VD = shd.gather(model.head(), dtype=x_BSD.dtype)[...]

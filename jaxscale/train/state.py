@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxscale import sharding as shd
 from jaxscale.config import Config
+from jaxscale.ops.execution import Execution, execution_of
 
 
 class TrainState(NamedTuple):
@@ -32,6 +33,7 @@ class Plan:
     config: Config
     mesh: Mesh
     rules: shd.Rules
+    execution: Execution
     graphdef: Any
     schedule: optax.Schedule
     optimizer: optax.GradientTransformation
@@ -42,9 +44,12 @@ class Plan:
     update_shardings: Any
 
 
-def make_plan(config: Config, sizes: dict[str, int]) -> Plan:
-    """Raises ValueError for sizes that the mesh axes do not divide. Touches no memory of the devices."""
-    mesh = shd.make_mesh(sizes, axis_types=str(config.mesh.axis_types))
+def make_plan(config: Config, sizes: dict[str, int], *, devices=None) -> Plan:
+    """devices: those of the mesh, all there are unless given; they may be of a topology that is elsewhere.
+
+    Raises ValueError for sizes that the mesh axes do not divide. Touches no memory of the devices.
+    """
+    mesh = shd.make_mesh(sizes, devices=devices, axis_types=str(config.mesh.axis_types))
     split = make_rules(config, sizes)
     whole = split.replace(embed=None)
     rules = split if config.mesh.zero == 3 else whole
@@ -56,7 +61,7 @@ def make_plan(config: Config, sizes: dict[str, int]) -> Plan:
     step = jax.ShapeDtypeStruct((), jnp.int32)
     specs = functools.partial(shd.shardings, mesh=mesh)
     return Plan(
-        config=config, mesh=mesh, rules=rules, graphdef=graphdef, schedule=schedule, optimizer=optimizer,
+        config=config, mesh=mesh, rules=rules, execution=execution_of(config, mesh.devices.flat[0]), graphdef=graphdef, schedule=schedule, optimizer=optimizer,
         abstract=TrainState(step, params, opt_state),
         shardings=TrainState(specs(step, rules=rules), specs(params, rules=rules), specs(opt_state, rules=split)),
         gradient_shardings=specs(params, rules=split if config.mesh.zero >= 2 else whole),

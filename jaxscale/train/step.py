@@ -9,7 +9,6 @@ from flax import nnx
 
 from jaxscale import sharding as shd
 from jaxscale.data.batch import Batch
-from jaxscale.ops.execution import execution_of
 from jaxscale.ops.loss import cross_entropy
 from jaxscale.train.state import Plan, TrainState
 
@@ -84,6 +83,6 @@ def _accumulate(plan: Plan, params, batch: Batch, num_tokens):
 def _loss(plan: Plan, params, batch: Batch, *, z_loss: float):
     config = plan.config
     model = nnx.merge(plan.graphdef, params)
-    x_BSD = model(batch.tokens, batch.segments, batch.positions, execution_of(config))
+    x_BSD = model(batch.tokens, batch.segments, batch.positions, plan.execution)
     head_VD = model.head()[...]
     return cross_entropy(x_BSD, head_VD, batch.targets, config.model.vocab_size, z_loss, jnp.dtype(config.dtype))

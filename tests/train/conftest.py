@@ -42,13 +42,10 @@ def small_config(**changes) -> run_config.Config:
     return config
 
 
-def make_plan(config, num_devices=8, monkeypatch=None) -> train_state.Plan:
+def make_plan(config, num_devices=8) -> train_state.Plan:
     """A plan over the first devices only."""
     sizes = run_config.validate_on(config, num_devices)
-    make_mesh = shd.make_mesh
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shd, "make_mesh", functools.partial(make_mesh, devices=jax.devices()[:num_devices]))
-        return train_state.make_plan(config, sizes)
+    return train_state.make_plan(config, sizes, devices=jax.devices()[:num_devices])
 
 
 @dataclasses.dataclass

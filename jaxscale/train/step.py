@@ -1,7 +1,5 @@
 """One update as one jitted function: gradients over microbatches, optimiser, metrics."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,7 +14,7 @@ from jaxscale.train.state import Plan, TrainState
 BATCH_AXES = "_ batch seq"
 
 
-def make_train_step(plan: Plan) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+def make_train_step(plan: Plan) -> jax.stages.Wrapped:
     """(state, batch) -> (state, metrics); the state is donated. Call it inside `sharding.use(plan.mesh, plan.rules)`.
 
     The loss is the mean over all tokens of the batch that count, however they fall on microbatches and devices. metrics:
@@ -45,7 +43,7 @@ def make_train_step(plan: Plan) -> Callable[[TrainState, Batch], tuple[TrainStat
     return jax.jit(train_step, donate_argnums=0, out_shardings=(plan.shardings, None))
 
 
-def make_eval_step(plan: Plan) -> Callable:
+def make_eval_step(plan: Plan) -> jax.stages.Wrapped:
     """(params, batch) -> (sum of -log p over the batch's tokens, float32, without z-loss; number of them, int32)."""
 
     def eval_step(params, batch: Batch):

@@ -1,0 +1,54 @@
+"""Compiles a config's step for GPUs that are elsewhere, and prints its memory, kernels and collectives.
+
+    python scripts/compile_step.py --config configs/llama3_8b.py [--config.remat=full ...] --gpus=8 [--hosts=4] [--target=h100]
+
+Needs `pip install 'jaxscale[aot]'`. --gpus: of one host.
+"""
+
+import os
+import sys
+import time
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from absl import app, flags
+from ml_collections import config_flags
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "A file with get_config(arg) -> Config.")
+TARGET = flags.DEFINE_string("target", "h100", "The card: a name in jaxscale/targets.")
+GPUS = flags.DEFINE_integer("gpus", 8, "GPUs of one host.")
+HOSTS = flags.DEFINE_integer("hosts", 1, "Hosts.")
+DUMP = flags.DEFINE_string("dump", "", "A file to write the optimised HLO to.")
+flags.mark_flags_as_required(["config"])
+
+# What a run finds out from its data; 8 is what rows of 8192 tokens of the Python standard library need.
+DOCUMENTS_PER_ROW = 8
+
+
+def main(argv: list[str]) -> int | None:
+    del argv
+    from jaxscale.config import from_config_dict
+    from jaxscale.train import ahead
+
+    config = from_config_dict(CONFIG.value)
+    config.data.max_documents_per_row = config.data.max_documents_per_row or DOCUMENTS_PER_ROW
+    began = time.perf_counter()
+    try:
+        devices = ahead.devices_of(TARGET.value, hosts=HOSTS.value, gpus_per_host=GPUS.value)
+        compiled = ahead.compile_step(config, devices)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    hlo = compiled.as_text() or ""
+    print(f"{len(devices)} x {devices[0].device_kind}, compiled in {time.perf_counter() - began:.1f} s")
+    print(f"memory: {ahead.predicted_memory_gib(compiled):.1f} GiB a GPU, besides NCCL, cuDNN and the CUDA context")
+    for name, count in sorted(ahead.count_calls(hlo).items()):
+        print(f"{count:5d}  {name}")
+    if DUMP.value:
+        with open(DUMP.value, "w") as file:
+            file.write(hlo)
+    return None
+
+
+if __name__ == "__main__":
+    app.run(main)

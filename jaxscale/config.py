@@ -27,7 +27,7 @@ class AxisTypes(enum.StrEnum):
 
 
 class Remat(enum.StrEnum):
-    """What the backward pass finds saved, from least to most memory; `ops/remat.py` says what each costs."""
+    """What the backward pass finds saved, from least to most memory; `ops/execution.py` says what each costs."""
 
     FULL = "full"
     ATTENTION = "attention"
@@ -110,7 +110,7 @@ class DataConfig:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class CheckpointConfig:
-    # False: nothing is saved and nothing can be continued, for benchmarks.
+    # False: nothing is saved, and a workdir that holds checkpoints is refused. For benchmarks.
     enabled: bool = True
     # Steps between checkpoints; 0: only at the end.
     every: int = 1000
@@ -153,7 +153,8 @@ class Config:
     seq_len: int
     grad_accumulation: int = 1
     seed: int = 0
-    # Of matrix products and activations; weights, optimiser state and reductions are float32.
+    # Of matrix products, activations and the sum of a block's weight gradients over devices; weights, optimiser state, sums
+    # over microbatches and the tables' gradients are float32.
     dtype: Dtype = Dtype.BFLOAT16
     remat: Remat = Remat.GEMMS
     # Layers per iteration of the scan over layers.
@@ -184,6 +185,8 @@ def validate(config: Config) -> None:
     for key in ("z_loss", "checkpoint.every", "checkpoint.keep_every", "evaluation.every", "sample.tokens",
                 "sample.temperature", "seed", "data.max_documents_per_row"):  # fmt: skip
         _require(get(config, key) >= 0, key, get(config, key), "set it to 0 or more")
+    if config.sample.tokens and not config.sample.prompt:
+        raise ValueError("config.sample.prompt='': write at least one character, or set config.sample.tokens=0")
     fraction = config.data.eval_fraction
     _require(0 < fraction < 1, "data.eval_fraction", fraction, "set it between 0 and 1, such as 0.01")
     _validate_mesh(config.mesh)

@@ -25,14 +25,6 @@ def is_lead() -> bool:
     return jax.process_index() == 0
 
 
-def barrier(name: str) -> None:
-    """Waits until every process has reached the barrier of this name."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
-
-
 def _environment_int(name: str) -> int:
     value = os.environ.get(name, "")
     if not value.isdigit():

@@ -93,7 +93,7 @@ class Meter:
 
         tokens_per_step: rows times their length, whether a token counts in the loss or not: what peers count.
 
-        The clock starts here: create it after compiling, or the first step_seconds includes the compilation.
+        The clock starts here: created before the step is compiled, the first step_seconds has the compilation too.
         """
         self._num_devices = num_devices
         self._tokens_per_step = tokens_per_step

@@ -12,17 +12,16 @@ def set_environment() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
 
 
-def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
-    """Keeps programs compiled for GPUs for the next start, in `folder` or the user's cache folder; returns it.
+def enable_compilation_cache() -> None:
+    """Keeps programs compiled for GPUs for the next start, in JAX_COMPILATION_CACHE_DIR or the user's cache folder.
 
-    JAX_COMPILATION_CACHE_DIR, if set, wins. None and no cache on a CPU: train steps read back from it have deadlocked in
-    their collectives there (jax 0.10.2 and 0.11.2, 8 virtual devices), and a CPU's programs are quick to compile.
+    Not on a CPU: train steps read back from the cache have deadlocked in their collectives there (jax 0.10.2 and 0.11.2, 8
+    virtual devices), and a CPU's programs are quick to compile.
     """
     import jax
 
     if jax.default_backend() == "cpu":
-        return None
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxscale" / "jax"
-    folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or folder or default)
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache / "jaxscale" / "jax"
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    return folder

@@ -4,7 +4,7 @@
 primitives, which do ("ragged" batches), and differs from jax's internal entry point in three ways: the offsets are
 computed here (jax < 0.11.2 scales the key offsets by the query's head count: wrong for grouped heads); the residuals carry checkpoint
 names, so that a remat policy can keep them and the backward pass never repeats the forward kernel; and the log-sum-exp
-is kept as [B, N, S] instead of cuDNN's [B * documents, N, S] (64 times smaller at 64 documents a row).
+is kept as [B, S, N] instead of cuDNN's [B * documents, N, S] (64 times smaller at 64 documents a row).
 
 B rows, S sequence, N query heads, K key heads, H head size, M documents a row at most.
 """

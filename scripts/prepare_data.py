@@ -1,7 +1,7 @@
 """Tokenises text once, into a .bin/.idx store that jaxscale and Megatron read.
 
     python scripts/prepare_data.py --input='corpus/*.jsonl.gz' --tokenizer=llama3/tokenizer.json --output=data/corpus
-    python scripts/train.py --config=configs/llama3_8b.py --config.data.path=data/corpus
+    python scripts/train.py --config configs/llama3_8b.py --workdir runs/x --config.data.path=data/corpus
 
 Training on text directly does the same on first use, into a cache; this is for text that many runs
 share, and for machines that should not keep it twice. Needs twice the store's size while it runs.

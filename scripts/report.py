@@ -19,8 +19,12 @@ def main(argv: list[str]) -> int | None:
         print("error: name at least one metrics.jsonl")
         return 2
     for path in argv[1:]:
-        lines = Path(path).read_text().splitlines()
-        steps = [record for line in lines if "step_seconds" in (record := json.loads(line))]
+        try:
+            records = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        except (OSError, ValueError) as error:
+            print(f"error: {path}: {error}")
+            return 2
+        steps = [record for record in records if "step_seconds" in record]
         if len(steps) <= SKIP.value + 1:
             print(f"error: {path} has {len(steps)} steps, of which --skip={SKIP.value} and the last leave none")
             return 2

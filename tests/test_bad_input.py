@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxscale.data.indexed import IndexedWriter
+from jaxscale.train.workdir import only_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -332,6 +333,33 @@ def test_an_id_beyond_the_vocabulary_that_turns_up_later_is_told_too(command, tm
     assert_mistake(answer, "document 0 holds id 300 at position 200", "set config.model.vocab_size", touched_devices=True)  # fmt: skip
 
 
+def test_another_runs_checkpoint_is_refused_also_without_its_config_json(command, trained, folder):
+    workdir = shutil.copytree(trained, folder / "runs" / "anonymous")
+    (workdir / "config.json").unlink()
+    answer = command("--config.seed=7", workdir=workdir)
+    assert_mistake(answer, "holds another run", "config.seed: saved 0, now 7", touched_devices=True)
+    assert not (workdir / "config.json").exists()
+
+
+def test_a_workdir_in_use_is_refused(command, trained, folder):
+    workdir = shutil.copytree(trained, folder / "runs" / "busy")
+    with only_run(workdir):
+        before = content(workdir)
+        assert_mistake(command(workdir=workdir), "is in use by another run", "choose another folder")
+        assert content(workdir) == before
+
+
+def test_checkpoints_that_would_not_be_kept_up_are_told(command, trained):
+    answer = command("--config.checkpoint.enabled=False", workdir=trained)
+    assert_mistake(answer, "config.checkpoint.enabled=False", "holds step 4", "choose another", touched_devices=True)
+
+
+def test_clipping_can_be_switched_off_in_a_run(command, trained, folder):
+    workdir = shutil.copytree(trained, folder / "runs" / "unclipped")
+    answer = command("--config.optim.clip_norm=0.0", "--config.steps=6", workdir=workdir)
+    assert answer.code == 0, answer.err
+
+
 def test_a_half_written_checkpoint_is_passed_over_for_the_last_whole_one(command, trained, folder):
     workdir = shutil.copytree(trained, folder / "runs" / "damaged")
     damaged = next((workdir / "checkpoints" / "4" / "state").rglob("d/*"))
@@ -357,5 +385,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(command, folde
     assert "step 2: grad_norm is nan" in answer.err and "lower config.schedule.peak" in answer.err
     assert "nothing is saved" in answer.err
     assert not list((workdir / "checkpoints").iterdir())
-    steps = [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1]
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+    assert records[1]["non_finite"]["grad_norm"] == "nan"
+    # It saved nothing, so the workdir is free for another try.
+    answer = command("--config.batch_size=16", "--config.steps=2", "--config.schedule.warmup_steps=1", workdir=workdir)
+    assert answer.code == 0, answer.err

@@ -72,5 +72,5 @@ def test_wsd_is_flat_and_falls_in_a_line_over_its_last_steps():
     assert (rates[99 : STEPS - 500 + 1] == 1.0).all()
     np.testing.assert_allclose(rates[-500:], 1 - 0.8 * np.arange(500) / 500, rtol=1e-5)
     np.testing.assert_allclose(float(config.build(STEPS)(STEPS)), 0.2, rtol=1e-6)
-    with pytest.raises(ValueError, match="decay_steps=0: set it to 1 or more"):
+    with pytest.raises(ValueError, match="decay_steps=0: set it to 2 or more"):
         wsd.Config(decay_steps=0).validate()

@@ -237,7 +237,7 @@ def _split_bounds(dataset, split, eval_fraction):
     if eval_fraction and num_eval >= num_documents:
         raise ValueError(
             f"{dataset.name} has {num_documents} documents and config.data.eval_fraction={eval_fraction} holds out "
-            f"{num_eval}, leaving none to train on; lower it, set it to 0 for no held-out split, or add documents"
+            f"{num_eval}, leaving none to train on; lower it, or add documents"
         )
     if split == "eval":
         return num_documents - num_eval, num_documents

@@ -16,6 +16,7 @@ def embed(tokens_BS, table_VD, *, dtype):
     against 1 GiB of gathered table for Llama-3-8B and 16,384 tokens), and its gradient is summed in float32 and made in shards.
     """
     vocab_axes, embed_axes = shd.mesh_axes("vocab"), shd.mesh_axes("embed")
+    splits_sequence = bool(vocab_axes) and shd.mesh_axes("residual_seq") == vocab_axes
 
     def local(tokens_BS, table_VD):
         if embed_axes:
@@ -24,9 +25,12 @@ def embed(tokens_BS, table_VD, *, dtype):
         if embed_axes:
             x_BSD = jax.lax.all_to_all(x_BSD, embed_axes, split_axis=0, concat_axis=2, tiled=True)
         # Each value comes from the one device that has it: adding the others' zeros rounds nothing.
+        if splits_sequence:  # the transpose is an all-gather; that of psum would be a second sum, rounded to `dtype`
+            return jax.lax.psum_scatter(x_BSD, vocab_axes, scatter_dimension=1, tiled=True)
         return jax.lax.psum(x_BSD, vocab_axes) if vocab_axes else x_BSD
 
-    mapped = shd.shard_map(local, in_axes=("batch seq", "vocab embed"), out_axes="batch seq act_embed")
+    out_axes = f"batch {'residual_seq' if splits_sequence else 'seq'} act_embed"
+    mapped = shd.shard_map(local, in_axes=("batch seq", "vocab embed"), out_axes=out_axes)
     return mapped(tokens_BS, table_VD)
 
 

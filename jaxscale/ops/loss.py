@@ -47,8 +47,11 @@ def _run(x_BSD, head_VD, targets_BS, vocab_size, z_loss, dtype, *, with_gradient
         if embed_axes:
             head_VD = jax.lax.all_gather(head_VD, embed_axes, axis=1, tiled=True)
         tokens, dim = targets_BS.size, x_BSD.shape[-1]
-        chunk = _chunk_tokens(tokens)
-        chunks = (x_BSD.reshape(-1, chunk, dim), targets_BS.reshape(-1, chunk))
+        num_chunks, size = _chunks(tokens)
+        padding = num_chunks * size - tokens
+        x_TD = jnp.pad(x_BSD.reshape(-1, dim), ((0, padding), (0, 0)))
+        targets_T = jnp.pad(targets_BS.reshape(-1), (0, padding), constant_values=-1)
+        chunks = (x_TD.reshape(num_chunks, size, dim), targets_T.reshape(num_chunks, size))
 
         def step(carry, chunk):
             loss, dhead_VD = carry
@@ -71,7 +74,7 @@ def _run(x_BSD, head_VD, targets_BS, vocab_size, z_loss, dtype, *, with_gradient
             dhead_VD = jax.lax.psum_scatter(dhead_VD, embed_axes, scatter_dimension=1, tiled=True)
         if replicated := tuple(axis for axis in batch_axes if axis not in embed_axes):
             dhead_VD = jax.lax.psum(dhead_VD, replicated)
-        return loss, dx.reshape(x_BSD.shape), dhead_VD
+        return loss, dx.reshape(-1, dim)[:tokens].reshape(x_BSD.shape), dhead_VD
 
     in_axes = ("batch seq act_embed", "vocab embed", "batch seq")
     out_axes = ("", in_axes[0], in_axes[1]) if with_gradients else ("",)
@@ -98,6 +101,7 @@ def _chunk(x_TD, head_VD, targets_T, vocab_size, z_loss, vocab_axes):
     return loss, dlogits_TV.astype(x_TD.dtype)
 
 
-def _chunk_tokens(tokens: int) -> int:
-    """The largest divisor of `tokens` that is at most CHUNK_TOKENS."""
-    return max(size for size in range(1, min(tokens, CHUNK_TOKENS) + 1) if tokens % size == 0)
+def _chunks(tokens: int) -> tuple[int, int]:
+    """The fewest chunks of at most CHUNK_TOKENS, and their size; the last is padded by less than a token a chunk."""
+    num_chunks = -(-tokens // CHUNK_TOKENS)
+    return num_chunks, -(-tokens // num_chunks)

@@ -21,15 +21,18 @@ class Config:
         for key in ("b1", "b2"):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f"config.optim.{key}={getattr(self, key)}: set it from 0 up to, but not including, 1")
-        for key in ("eps", "weight_decay", "clip_norm"):
+        if not self.eps > 0:  # the vocabulary's padding has no gradient: 0 / 0
+            raise ValueError(f"config.optim.eps={self.eps}: set it above 0, such as 1e-8")
+        for key in ("weight_decay", "clip_norm"):
             if getattr(self, key) < 0:
                 raise ValueError(f"config.optim.{key}={getattr(self, key)}: set it to 0 or more")
 
     def build(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
         """State is float32 like the parameters; `learning_rate` is a function of the update's number."""
-        clip = [optax.clip_by_global_norm(self.clip_norm)] if self.clip_norm else []
+        # identity: the state has the same parts with and without clipping, and a run may switch.
+        clip = optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity()
         return optax.chain(
-            *clip,
+            clip,
             optax.scale_by_adam(self.b1, self.b2, self.eps),
             optax.add_decayed_weights(self.weight_decay, mask=self.decays),
             optax.scale_by_learning_rate(learning_rate),

@@ -11,7 +11,7 @@ from jaxscale.schedules import check_warmup
 class Config:
     peak: float = 3e-4
     warmup_steps: int = 100
-    # The last learning rate, as a share of the peak.
+    # Where the cosine ends, as a share of the peak; the step after the last one would have it.
     final: float = 0.1
 
     def validate(self) -> None:

@@ -11,14 +11,14 @@ from jaxscale.schedules import check_warmup
 class Config:
     peak: float = 3e-4
     warmup_steps: int = 100
-    # Steps of the final decay.
+    # Steps of the final decay; the step after the last one would have `final`, a share of the peak.
     decay_steps: int = 1000
     final: float = 0.0
 
     def validate(self) -> None:
         check_warmup(self.peak, self.warmup_steps)
-        if self.decay_steps < 1:
-            raise ValueError(f"config.schedule.decay_steps={self.decay_steps}: set it to 1 or more")
+        if self.decay_steps < 2:  # the first of them still has the peak
+            raise ValueError(f"config.schedule.decay_steps={self.decay_steps}: set it to 2 or more")
         if not 0 <= self.final <= 1:
             raise ValueError(f"config.schedule.final={self.final}: set it between 0 and 1")
 

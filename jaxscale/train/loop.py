@@ -29,7 +29,7 @@ from jaxscale.train.feed import device_batches
 from jaxscale.train.sample import sample
 from jaxscale.train.state import Plan, TrainState
 from jaxscale.train.step import make_eval_step, make_train_step
-from jaxscale.train.workdir import check_workdir, write_config
+from jaxscale.train.workdir import check_same_run, check_workdir, only_run, write_config
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +59,29 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
     workdir = Path(workdir)
     check_workdir(workdir, config)
     corpus = open_dataset(config.data, seed=config.seed, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
-    with Checkpointer(workdir / "checkpoints", keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every) as checkpoints:  # fmt: skip
+    leads = not jax.distributed.is_initialized() or is_lead()  # asking who leads touches the devices
+    checkpointing = config.checkpoint
+    with (
+        only_run(workdir) if leads else contextlib.nullcontext(),
+        Checkpointer(
+            workdir / "checkpoints", keep_last=checkpointing.keep_last, keep_every=checkpointing.keep_every
+        ) as checkpoints,
+    ):
         if (latest := checkpoints.latest_step()) is not None:
-            corpus.check_same(checkpoints.metadata(latest)["data"])
+            saved = checkpoints.metadata(latest)
+            corpus.check_same(saved["data"])
+            check_same_run(workdir, saved["config"], config)
+            if not checkpointing.enabled:
+                raise ValueError(
+                    f"config.checkpoint.enabled=False, and --workdir={workdir} holds step {latest}: choose another "
+                    f"--workdir, or leave checkpoints on to continue"
+                )
         sizes = run_config.validate_on(config, jax.device_count())
         xla.enable_compilation_cache()
         # What the data needs, where the config leaves it open.
         data = dataclasses.replace(config.data, max_documents_per_row=corpus.train.max_documents_per_row)
         plan = train_state.make_plan(dataclasses.replace(config, data=data), sizes)
-        if is_lead():
+        if leads:
             write_config(workdir, config)
         with shd.use(plan.mesh, plan.rules), interrupts() as interrupted:
             return _run(plan, workdir, corpus, checkpoints, agreed(interrupted, plan), command)
@@ -99,13 +113,13 @@ def _run(plan: Plan, workdir: Path, corpus: Corpus, checkpoints: Checkpointer, i
 
     def write(records):
         for record in records:
-            check_finite(record, workdir, saved)
             writers.write(record)
+            check_finite(record, workdir, saved)
 
     def save():
         nonlocal saved
         write(meter.flush())  # a step that is not finite is never saved
-        checkpoints.save(step, train_state.to_flat(state), _metadata(config, corpus, step))
+        checkpoints.save(step, train_state.to_flat(state), _metadata(config, corpus))
         saved = step
 
     loader = device_batches(plan, corpus.train, start=first_step)
@@ -212,10 +226,9 @@ def _restore_or_init(plan: Plan, checkpoints: Checkpointer) -> tuple[TrainState,
     return train_state.from_flat(plan.abstract, flat), step
 
 
-def _metadata(config: Config, corpus: Corpus, step: int) -> dict:
-    # The position in the data is the step: batch n is a function of (seed, n).
+def _metadata(config: Config, corpus: Corpus) -> dict:
+    # The position in the data is the step itself: batch n is a function of (seed, n).
     return {
-        "next_batch": step,
         "config": run_config.to_json(config),
         "data": corpus.description,
         "jax": jax.__version__,
@@ -275,6 +288,6 @@ def _farewell(config: Config, workdir: Path, step: int, command: str) -> str:
     files += ["checkpoints/"] * config.checkpoint.enabled + ["tensorboard/"] * config.log.tensorboard
     command = re.sub(r" --config\.steps[= ]\d+", "", command)
     return (
-        f"done: step {step} of {config.steps}. In {workdir}: {', '.join(files)}"
+        f"done: step {step}{'' if step > config.steps else f' of {config.steps}'}. In {workdir}: {', '.join(files)}"
         + (f"\ntrain on with: {command} --config.steps={2 * step}" if config.checkpoint.enabled else "")
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """Text from the model, to see what it has learned; a look at a run, not a server (it keeps no key-value cache)."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,18 +10,20 @@ from flax import nnx
 from jaxscale import sharding as shd
 from jaxscale.train.state import Plan
 
-# The window's length is rounded up to this, which every usual tensor axis divides.
+# The window's length is rounded up to this: few lengths to compile.
 WINDOW_MULTIPLE = 128
 
 
 def sample(plan: Plan, params, prompt: np.ndarray, *, num_tokens: int, temperature: float, seed: int) -> np.ndarray:
     """`num_tokens` token ids that follow the prompt (int [any], not empty); temperature 0 takes the likeliest.
 
-    Runs the whole window once a token, in one compiled loop. A prompt that leaves no room in config.seq_len is cut.
+    Runs the whole window once a token, in one compiled loop. Prompt and tokens fit in config.seq_len: a prompt that leaves
+    no room is cut at its start, and fewer tokens are made after a long one.
     """
-    window = min(shd.padded(len(prompt) + num_tokens, WINDOW_MULTIPLE), plan.config.seq_len)
-    num_tokens = min(num_tokens, window - 1)
-    prompt = np.asarray(prompt, np.int32)[-(window - num_tokens) :]
+    multiple = math.lcm(WINDOW_MULTIPLE, plan.mesh.shape["tensor"])  # sequence parallelism splits the window
+    window = min(shd.padded(len(prompt) + num_tokens, multiple), plan.config.seq_len)
+    prompt = np.asarray(prompt, np.int32)[-(window - 1) :]
+    num_tokens = min(num_tokens, window - len(prompt))
     # Every row is the same: the mesh's batch axes each need one.
     num_rows = plan.mesh.shape["data"] * plan.mesh.shape["fsdp"] * plan.mesh.shape["expert"]
     rows = np.tile(np.pad(prompt, (0, window - len(prompt))), (num_rows, 1))

@@ -47,8 +47,10 @@ def make_eval_step(plan: Plan) -> jax.stages.Wrapped:
     """(params, batch) -> (sum of -log p over the batch's tokens, float32, without z-loss; number of them, int32)."""
 
     def eval_step(params, batch: Batch):
-        losses = [_loss(plan, params, Batch(*arrays), z_loss=0.0) for arrays in zip(*batch, strict=True)]
-        return jnp.stack(losses).sum(), count_tokens(batch)
+        def add(total, microbatch):
+            return total + _loss(plan, params, microbatch, z_loss=0.0), None
+
+        return jax.lax.scan(add, jnp.zeros((), jnp.float32), batch)[0], count_tokens(batch)
 
     return jax.jit(eval_step)
 

@@ -1,14 +1,21 @@
 """Whose workdir it is."""
 
 import contextlib
+import fcntl
 import json
+import logging
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxscale import checksums
 from jaxscale import config as run_config
 from jaxscale.checkpoint import different_keys
 from jaxscale.config import Config
+
+log = logging.getLogger(__name__)
 
 # What makes a run this run: a workdir that has other values belongs to another one.
 IDENTITY = ("model", "seed", "seq_len", "batch_size", "data.tokenizer", "data.eval_fraction", "data.shuffle")
@@ -18,9 +25,8 @@ def check_workdir(workdir: Path, config: Config) -> None:
     """Raises ValueError if the workdir cannot be written to, or holds a run of other identity, naming the keys."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        probe = workdir / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=workdir, prefix=".writable-"):
+            pass
     except OSError as error:
         raise ValueError(
             f"--workdir={workdir} cannot be written to ({error.strerror}); choose another folder"
@@ -34,6 +40,12 @@ def check_workdir(workdir: Path, config: Config) -> None:
         raise ValueError(
             f"{path} is not a JSON object ({error}); move it away if the workdir is to be used again"
         ) from None
+    if any((workdir / "checkpoints").glob("[0-9]*")):  # a run that saved nothing has nothing to lose
+        check_same_run(workdir, saved, config)
+
+
+def check_same_run(workdir: Path, saved: dict, config: Config) -> None:
+    """Raises ValueError, naming the keys, if `saved` (a config as JSON) is of a run of other identity."""
     with contextlib.suppress(ValueError):  # keys that this version has not: compared as they are
         # A setting that came with a newer version has its default in an older run.
         saved = run_config.to_json(run_config.from_json(saved))
@@ -46,11 +58,29 @@ def check_workdir(workdir: Path, config: Config) -> None:
         )
 
 
+@contextlib.contextmanager
+def only_run(workdir: Path) -> Iterator[None]:
+    """Raises ValueError while another process trains in the workdir: two would delete each other's checkpoints."""
+    folder = os.open(workdir, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise ValueError(
+            f"--workdir={workdir} is in use by another run; wait for its end or choose another folder"
+        ) from None
+    except OSError as error:  # some network file systems lock no folders
+        log.warning("%s cannot be locked (%s): see to it that no other run uses it", workdir, error.strerror)
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
 def write_config(workdir: Path, config: Config) -> None:
     """Writes config.json whole or not at all: a kill must not leave a workdir that no run can continue."""
-    temporary = workdir / "config.json.tmp"
-    temporary.write_text(json.dumps(run_config.to_json(config), indent=2) + "\n")
-    temporary.replace(workdir / "config.json")
+    text = json.dumps(run_config.to_json(config), indent=2) + "\n"
+    checksums.write_atomically(workdir / "config.json", text.encode())
 
 
 def identity(config: dict) -> dict:

@@ -27,7 +27,7 @@ def plain(x, head, targets, z_loss):
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-@pytest.mark.parametrize("chunk", [1, 8, 4096])
+@pytest.mark.parametrize("chunk", [1, 8, 7, 4096])
 def test_loss_and_gradients_equal_the_textbook_formula(batch, z_loss, chunk, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk)
     x, head, targets = batch
@@ -80,6 +80,8 @@ def test_no_float32_logits_of_the_batch_are_held(monkeypatch):
     assert analysis is not None and analysis.temp_size_in_bytes < logits_bytes
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(8192, 4096), (4096, 4096), (6000, 3000), (7, 7)])
-def test_chunks_divide_the_tokens(tokens, chunk):
-    assert loss._chunk_tokens(tokens) == chunk
+@pytest.mark.parametrize(
+    ("tokens", "chunks"), [(8192, (2, 4096)), (4096, (1, 4096)), (6000, (2, 3000)), (8191, (2, 4096)), (7, (1, 7))]
+)
+def test_chunks_are_few_and_even(tokens, chunks):
+    assert loss._chunks(tokens) == chunks

@@ -59,7 +59,7 @@ def test_a_split_table_gives_the_same_rows_and_gradient(rules, axis_types):
     rng = np.random.default_rng(0)
     table, tokens = rng.normal(size=(32, 8)).astype(np.float32), rng.integers(0, 32, (8, 6)).astype(np.int32)
     weights = rng.normal(size=(8, 6, 8)).astype(np.float32)
-    rules = shd.Rules(batch=("data", "fsdp"), seq=None, act_embed=None).replace(**rules)
+    rules = shd.Rules(batch=("data", "fsdp"), seq=None, residual_seq="tensor", act_embed=None).replace(**rules)
     mesh = shd.make_mesh(data=2, fsdp=2, tensor=2, axis_types=axis_types)
 
     def weighted(table, tokens, weights):

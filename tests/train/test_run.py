@@ -451,4 +451,4 @@ def test_a_poisoned_state_is_not_saved_and_the_step_is_named(text, tmp_path, mon
         loop.NonFiniteError, match="step 6: loss is nan. The run stopped; the last checkpoint is of step 3"
     ):
         train(run_config(text, checkpoint=CheckpointConfig(every=3)), tmp_path)
-    assert saved_steps(tmp_path) == [3] and list(losses(tmp_path)) == [1, 2, 3, 4, 5]
+    assert saved_steps(tmp_path) == [3] and list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]

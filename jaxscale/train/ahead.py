@@ -16,7 +16,7 @@ from jaxscale import config as run_config
 from jaxscale import sharding as shd
 from jaxscale.config import Config
 from jaxscale.data.batch import Batch
-from jaxscale.train.state import make_plan
+from jaxscale.train.state import abstract_state, make_plan
 from jaxscale.train.step import BATCH_AXES, make_train_step
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -63,15 +63,11 @@ def compile_step(config: Config, devices: list[jax.Device]) -> jax.stages.Compil
     """The step that `train` would run on these devices. Raises ValueError for a config that does not fit them."""
     run_config.validate(config)
     plan = make_plan(config, run_config.validate_on(config, len(devices)), devices=devices)
-    state = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        plan.abstract, plan.shardings,
-    )  # fmt: skip
     rows = config.batch_size // config.grad_accumulation
     sharding = jax.sharding.NamedSharding(plan.mesh, plan.rules.spec(BATCH_AXES))
     array = jax.ShapeDtypeStruct((config.grad_accumulation, rows, config.seq_len), jnp.int32, sharding=sharding)
     with shd.use(plan.mesh, plan.rules):
-        lowered = make_train_step(plan).lower(state, Batch(array, array, array, array))
+        lowered = make_train_step(plan).lower(abstract_state(plan), Batch(array, array, array, array))
         return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 

@@ -218,7 +218,7 @@ def agreed(interrupted: Callable[[], bool], plan: Plan) -> Callable[[], bool]:
 
 
 def _restore_or_init(plan: Plan, checkpoints: Checkpointer) -> tuple[TrainState, int]:
-    restored = checkpoints.restore(train_state.abstract_flat(plan))
+    restored = checkpoints.restore(train_state.to_flat(train_state.abstract_state(plan)))
     if restored is None:
         return train_state.init_state(plan), 0
     step, flat, _ = restored

@@ -114,10 +114,9 @@ def _leaf_name(path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
-def abstract_flat(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of the state by name, for a restore."""
-    shaped = jax.tree.map(
+def abstract_state(plan: Plan) -> TrainState:
+    """Shapes, dtypes and shardings of the state: for a restore, or to compile before it exists."""
+    return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         plan.abstract, plan.shardings,
     )  # fmt: skip
-    return to_flat(shaped)

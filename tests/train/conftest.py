@@ -104,13 +104,3 @@ def run(rows):
 
 def arrays(state) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in train_state.to_flat(state).items()}
-
-
-@pytest.fixture(scope="session")
-def config_of():
-    return small_config
-
-
-@pytest.fixture(scope="session")
-def plan_of():
-    return make_plan

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import enum
 import importlib
+import re
 import typing
 from typing import Any
 
@@ -27,8 +28,12 @@ class AxisTypes(enum.StrEnum):
 
 
 class Remat(enum.StrEnum):
-    """What the backward pass finds saved, from least to most memory; `ops/execution.py` says what each costs."""
+    """What the backward pass finds saved, from least to most memory; `ops/execution.py` says what each costs.
 
+    AUTO: the richest up to GEMMS whose step, compiled, fits the devices' memory (`train/fit.py`).
+    """
+
+    AUTO = "auto"
     FULL = "full"
     ATTENTION = "attention"
     ATTENTION_MLP = "attention_mlp"
@@ -63,6 +68,9 @@ class MeshConfig:
     axis_types: AxisTypes = AxisTypes.EXPLICIT
     # What the fsdp axis splits: 1 the optimiser state, 2 also the gradients, 3 also the weights.
     zero: int = 3
+    # ZeRO-3: free each layer's gathered weights after its forward pass and gather them again in the backward pass. False keeps
+    # them, all layers' weights in `dtype`, for a third less traffic.
+    reshard_after_forward: bool = True
     # Split the residual stream over `tensor` along the sequence between blocks.
     sequence_parallel: bool = True
 
@@ -142,6 +150,14 @@ class LogConfig:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
+class ProfileConfig:
+    """Steps start + 1 to start + steps of this process, recorded by JAX's profiler into WORKDIR/profile; 0 steps: none."""
+
+    start: int = 0
+    steps: int = 0
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Config:
     """One run. `batch_size` is the rows of one update over all devices, gradient accumulation included."""
 
@@ -160,6 +176,9 @@ class Config:
     # Layers per iteration of the scan over layers.
     scan_unroll: int = 1
     attention: Attention = Attention.AUTO
+    # XLA's options for compiling the step, "name=value" each, such as "xla_gpu_enable_triton_gemm=false"; they win over
+    # those that jaxscale sets (jaxscale/xla.py).
+    xla_options: tuple[str, ...] = ()
     # Weight of log(sum(exp(logits)))**2 in the loss (PaLM, section 5); 0: off.
     z_loss: float = 0.0
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -168,6 +187,7 @@ class Config:
     evaluation: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
 
 
 def validate(config: Config) -> None:
@@ -183,10 +203,22 @@ def validate(config: Config) -> None:
                 "evaluation.batches", "data.prefetch", "data.threads"):  # fmt: skip
         _require(get(config, key) >= 1, key, get(config, key), "set it to 1 or more")
     for key in ("z_loss", "checkpoint.every", "checkpoint.keep_every", "evaluation.every", "sample.tokens",
-                "sample.temperature", "seed", "data.max_documents_per_row"):  # fmt: skip
+                "sample.temperature", "seed", "data.max_documents_per_row", "profile.start",
+                "profile.steps"):  # fmt: skip
         _require(get(config, key) >= 0, key, get(config, key), "set it to 0 or more")
     if config.sample.tokens and not config.sample.prompt:
         raise ValueError("config.sample.prompt='': write at least one character, or set config.sample.tokens=0")
+    for option in config.xla_options:
+        if not re.fullmatch(r"xla_\w+=.*", option):
+            raise ValueError(
+                f"config.xla_options={option!r}: write name=value with a name that begins with xla_, such as "
+                f"'xla_gpu_enable_triton_gemm=false'"
+            )
+    start, steps = config.profile.start, config.profile.steps
+    _require(
+        steps == 0 or start + steps <= config.steps, "profile.steps", steps,
+        f"with config.profile.start={start} it goes beyond config.steps={config.steps}; lower one of them, or set it to 0",
+    )  # fmt: skip
     fraction = config.data.eval_fraction
     _require(0 < fraction < 1, "data.eval_fraction", fraction, "set it between 0 and 1, such as 0.01")
     _validate_mesh(config.mesh)

@@ -10,7 +10,8 @@
 
 A record is a flat dict of numbers: step and the scalars that the step returned (loss, grad_norm, learning_rate, tokens:
 those that counted in the loss), then step_seconds, data_wait_seconds, tokens_per_second_per_device, and where they are
-known mfu_full, mfu_causal, live_memory_gib, peak_memory_gib. MFU on a CPU is left out, not made up.
+known mfu_full, mfu_causal, live_memory_gib, peak_memory_gib. MFU on a CPU is left out, not made up. The first record of a
+process also has compile_seconds and predicted_memory_gib, of its step (`train/fit.py`).
 """
 
 import collections
@@ -93,7 +94,7 @@ class Meter:
 
         tokens_per_step: rows times their length, whether a token counts in the loss or not: what peers count.
 
-        The clock starts here: created before the step is compiled, the first step_seconds has the compilation too.
+        The clock starts here, and the first step_seconds has all that comes between this and the end of the first step.
         """
         self._num_devices = num_devices
         self._tokens_per_step = tokens_per_step

@@ -1,8 +1,9 @@
-"""Compiles a config's step for GPUs that are elsewhere, and prints its memory, kernels and collectives.
+"""Compiles a config's step for GPUs that are elsewhere, and prints whether it fits their memory, its kernels and collectives.
 
-    python scripts/compile_step.py --config configs/llama3_8b.py [--config.remat=full ...] --gpus=8 [--hosts=4] [--target=h100]
+    python scripts/compile_step.py --config configs/llama3_8b.py [--config.remat=auto ...] --gpus=8 [--hosts=4] [--target=h100]
 
-Needs `pip install 'jaxscale[aot]'`. --gpus: of one host.
+Needs `pip install 'jaxscale[aot]'`. --gpus: of one host. A step that does not fit is refused, with settings that would (exit
+code 2, after minutes).
 """
 
 import os
@@ -35,13 +36,16 @@ def main(argv: list[str]) -> int | None:
     began = time.perf_counter()
     try:
         devices = ahead.devices_of(TARGET.value, hosts=HOSTS.value, gpus_per_host=GPUS.value)
-        compiled = ahead.compile_step(config, devices)
+        pool_gib = ahead.pool_gib(TARGET.value)
+        step = ahead.compile_to_fit(config, devices, pool_gib=pool_gib)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    hlo = compiled.as_text() or ""
+    assert step.compiled is not None
+    hlo = step.compiled.as_text() or ""
     print(f"{len(devices)} x {devices[0].device_kind}, compiled in {time.perf_counter() - began:.1f} s")
-    print(f"memory: {ahead.predicted_memory_gib(compiled):.1f} GiB a GPU, besides NCCL, cuDNN and the CUDA context")
+    print(f"remat: {step.plan.execution.remat.value}")
+    print(f"fits: {step.memory_gib:.1f} of {pool_gib:.1f} GiB a GPU, besides NCCL, cuDNN and the CUDA context")
     for name, count in sorted(ahead.count_calls(hlo).items()):
         print(f"{count:5d}  {name}")
     if DUMP.value:

@@ -51,6 +51,8 @@ import json, os, runpy, sys, traceback, warnings
 import grain, jax, orbax.checkpoint, ml_collections
 import jaxscale.train.loop
 from jax._src import xla_bridge
+from jaxscale import xla
+xla.set_environment()  # asks about XLA_FLAGS once instead of in every child, 0.3 s
 warnings.simplefilter("ignore", RuntimeWarning)
 assert not xla_bridge.backends_are_initialized()
 for line in sys.stdin:
@@ -179,6 +181,8 @@ BEFORE_DEVICES = {
     "--config.mesh.data=-1": ("config.mesh.data and config.mesh.fsdp are both -1", "only one"),
     "--config.mesh.context=2": ("config.mesh.context=2", "set config.mesh.context=1"),
     "--config.mesh.zero=4": ("config.mesh.zero=4", "1, 2 or 3"),
+    "--config.xla_options=gemm=1": ("config.xla_options='gemm=1'", "name=value", "begins with xla_"),
+    "--config.xla_options=xla_dump_to": ("config.xla_options='xla_dump_to'", "name=value"),
     "--config.data.path=nowhere": ("config.data.path='nowhere'", "finds no file"),
     "--config.data.tokenizer=nowhere": ("config.data.tokenizer='nowhere'", "tokenizer.json"),
     "--config.data.eval_fraction=1": ("config.data.eval_fraction=1.0", "between 0 and 1"),
@@ -203,6 +207,7 @@ def workdir_for(arguments, trained):
 
 # What only the number of devices tells.
 ON_DEVICES = {
+    "--config.xla_options=xla_backend_optimization_level=high": ("config.xla_options", "'high' is not a valid int32 value"),
     "--config.mesh.fsdp=3": ("config.mesh (fsdp=3) needs 3 devices and 8 are here", "set one axis to -1"),
     "--config.mesh.tensor=3": ("config.mesh (fsdp=-1, tensor=3) needs a multiple of 3 devices", "product is 8"),
     "--config.mesh.tensor=8": ("config.model.num_heads=4", "tensor=8", "set config.mesh.tensor to a divisor of 4"),
@@ -358,6 +363,15 @@ def test_clipping_can_be_switched_off_in_a_run(command, trained, folder):
     workdir = shutil.copytree(trained, folder / "runs" / "unclipped")
     answer = command("--config.optim.clip_norm=0.0", "--config.steps=6", workdir=workdir)
     assert answer.code == 0, answer.err
+
+
+def test_a_compiler_option_that_this_jaxlib_has_not_is_named_and_ignored(command, trained, folder):
+    workdir = shutil.copytree(trained, folder / "runs" / "option")
+    options = ("--config.xla_options=xla_gpu_graph_level=0", "--config.xla_options=xla_backend_optimization_level=0")
+    answer = command(*options, "--config.steps=6", workdir=workdir)
+    assert answer.code == 0, answer.err
+    assert "compiler option xla_gpu_graph_level: jaxlib" in answer.out and "it is ignored" in answer.out
+    assert "compiler option: xla_backend_optimization_level=0, from config.xla_options" in answer.out
 
 
 def test_a_half_written_checkpoint_is_passed_over_for_the_last_whole_one(command, trained, folder):

@@ -179,6 +179,10 @@ OVERRIDES = {
     "--config.optim.no_decay=('norm',)": ("optim.no_decay", ["norm"]),
     "--config.model.window=9": ("model.window", 9),
     "--config.model.max_seq_len=none": ("model.max_seq_len", None),
+    "--config.xla_options=xla_backend_optimization_level=0 --config.xla_options='xla_bogus=a,b'": (
+        "xla_options",
+        ["xla_backend_optimization_level=0", "xla_bogus=a,b"],
+    ),
     "--config.model.rope_scaling=build": None,
     "--config.model.rope_scaling.factor=4": ("model.rope_scaling.factor", 4.0),
 }

@@ -72,7 +72,7 @@ def test_weights_decay_and_norms_and_biases_do_not():
 
 def test_every_parameter_of_a_llama_decays_but_norms_and_biases(config_leaf_names):
     decayed, kept = config_leaf_names
-    assert decayed == {"embedding", "layers.qkv", "layers.out", "layers.gate_up", "layers.down", "output"}
+    assert decayed == {"embedding", "layers.qkv", "layers.out", "layers.gate", "layers.up", "layers.down", "output"}
     assert kept == {
         "norm", "layers.attention_norm", "layers.mlp_norm", "layers.qkv_bias", "layers.q_norm", "layers.k_norm",
     }  # fmt: skip

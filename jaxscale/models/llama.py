@@ -18,6 +18,7 @@ from jaxscale.ops.attention import attention, document_lengths
 from jaxscale.ops.embedding import embed
 from jaxscale.ops.execution import Execution, checkpoint
 from jaxscale.ops.norm import rms_norm
+from jaxscale.ops.swiglu import swiglu
 
 
 # Hashed as part of the module's structure; nobody changes it once a model is built.
@@ -121,17 +122,18 @@ class Model(nnx.Module):
         self.layers = jax.vmap(lambda key: Block(c, nnx.Rngs(key)))(keys)
         self.norm = shd.param(rngs, (c.model_dim,), "norm", fill=1.0)
         if not c.tie_embeddings:
-            self.output = shd.param(rngs, (vocab, c.model_dim), "vocab embed", scale=c.init_scale)
+            self.output = shd.param(rngs, (c.model_dim, vocab), "embed vocab", scale=c.init_scale)
 
-    def head(self) -> nnx.Param:
-        """The output table, float32 [V, D]; rows from `vocab_size` on are padding."""
-        return self.embedding if self.c.tie_embeddings else self.output
+    def head(self) -> jax.Array:
+        """The output table, float32 [D, V] ("embed vocab"); columns from `vocab_size` on are padding."""
+        return self.embedding[...].T if self.c.tie_embeddings else self.output[...]
 
     def __call__(self, tokens_BS, segments_BS, positions_BS, execution: Execution):
         """The normalised last hidden states, [B, S, D] in `execution.dtype`."""
         dtype = jnp.dtype(execution.dtype)
-        layer = checkpoint(_block(self.c, segments_BS, positions_BS, execution), execution.remat)
-        x_BSD = embed(tokens_BS, self.embedding[...], dtype=dtype)
+        layer = checkpoint(_block(self.c, segments_BS, positions_BS, execution), execution)
+        with jax.named_scope("embedding"):
+            x_BSD = embed(tokens_BS, self.embedding[...], dtype=dtype)
         x_BSD = shd.constrain(x_BSD, "batch residual_seq act_embed")
         x_BSD, _ = jax.lax.scan(layer, x_BSD, self.layers, unroll=execution.scan_unroll)
         x_BSD = rms_norm(x_BSD, self.norm[...], eps=self.c.norm_eps)
@@ -145,6 +147,7 @@ def _block(c: Config, segments_BS, positions_BS, execution: Execution):
 
     def body(x_BSD, block: Block):
         block = shd.gather(block, dtype=jnp.dtype(execution.dtype))
+        block = jax.tree.map(lambda weight: checkpoint_name(weight, "gathered"), block)
         x_BSD = x_BSD + block.attend(x_BSD, cos_sin, segments_BS, lengths_BM, execution)
         x_BSD = checkpoint_name(x_BSD, "residual")
         return x_BSD + block.feed_forward(x_BSD), None
@@ -163,10 +166,11 @@ class Block(nnx.Module):
         self.qkv = shd.param(
             rngs, (c.model_dim, kv_heads, group + 2, head), "embed kv_heads _ head", scale=c.init_scale
         )
-        self.out = shd.param(rngs, (c.num_heads, head, c.model_dim), "heads head embed", scale=out_scale)
+        self.out = shd.param(rngs, (c.model_dim, c.num_heads, head), "embed heads head", scale=out_scale)
         self.mlp_norm = shd.param(rngs, (c.model_dim,), "norm", fill=1.0)
-        self.gate_up = shd.param(rngs, (c.model_dim, 2, c.mlp_dim), "embed _ mlp", scale=c.init_scale)
-        self.down = shd.param(rngs, (c.mlp_dim, c.model_dim), "mlp embed", scale=out_scale)
+        self.gate = shd.param(rngs, (c.model_dim, c.mlp_dim), "embed mlp", scale=c.init_scale)
+        self.up = shd.param(rngs, (c.model_dim, c.mlp_dim), "embed mlp", scale=c.init_scale)
+        self.down = shd.param(rngs, (c.model_dim, c.mlp_dim), "embed mlp", scale=out_scale)
         if c.qkv_bias:
             self.qkv_bias = shd.param(rngs, (kv_heads, group + 2, head), "kv_heads _ head", fill=0.0)
         if c.qk_norm:
@@ -182,7 +186,7 @@ class Block(nnx.Module):
         q_BSNH, k_BSKH = rope.rotate(q_BSNH, *cos_sin), rope.rotate(k_BSKH, *cos_sin)
         q_BSNH, k_BSKH, v_BSKH = (checkpoint_name(x, "qkv") for x in (q_BSNH, k_BSKH, v_BSKH))
         out_BSNH = attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, window=self.c.window, execution=execution)
-        return shd.einsum("BSNH,NHD->BSD", out_BSNH, self.out[...], out="batch residual_seq act_embed")
+        return shd.einsum("BSNH,DNH->BSD", out_BSNH, self.out[...], out="batch residual_seq act_embed")
 
     def _project(self, x_BSD):
         """Queries [B, S, N, H], keys and values [B, S, K, H]."""
@@ -192,7 +196,7 @@ class Block(nnx.Module):
         if shd.mesh_axes("kv_heads") == shd.mesh_axes("heads"):
             qkv_BSKMH = shd.einsum("BSD,DKMH->BSKMH", x_BSD, weight, out="batch seq kv_heads _ head")
             qkv_BSKMH = qkv_BSKMH if bias is None else qkv_BSKMH + bias
-            q_BSKGH, kv_BSKMH = qkv_BSKMH[:, :, :, :group], qkv_BSKMH[:, :, :, group:]
+            q_BSKGH, k_BSK1H, v_BSK1H = jax.lax.split(qkv_BSKMH, (group, 1, 1), axis=3)
             q_BSNH = shd.reshape(q_BSKGH, q_shape, out="batch seq heads head")
         else:
             # More devices than key heads: the queries are split, keys and values computed on every device.
@@ -204,13 +208,15 @@ class Block(nnx.Module):
             if bias is not None:
                 q_BSNH = q_BSNH + shd.constrain(bias[:, :group].reshape(q_shape[2:]), "heads head")
                 kv_BSKMH = kv_BSKMH + bias[:, group:]
-        return q_BSNH, kv_BSKMH[:, :, :, 0], kv_BSKMH[:, :, :, 1]
+            k_BSK1H, v_BSK1H = jax.lax.split(kv_BSKMH, (1, 1), axis=3)
+        return q_BSNH, k_BSK1H[:, :, :, 0], v_BSK1H[:, :, :, 0]
 
     def feed_forward(self, x_BSD):
-        """SwiGLU (Shazeer 2020)."""
         x_BSD = rms_norm(x_BSD, self.mlp_norm[...], eps=self.c.norm_eps)
         x_BSD = shd.constrain(x_BSD, "batch seq act_embed")
-        gate_up_BS2F = shd.einsum("BSD,DMF->BSMF", x_BSD, self.gate_up[...], out="batch seq _ mlp")
-        gate_up_BS2F = checkpoint_name(gate_up_BS2F, "gate_up")
-        h_BSF = jax.nn.silu(gate_up_BS2F[:, :, 0]) * gate_up_BS2F[:, :, 1]
-        return shd.einsum("BSF,FD->BSD", h_BSF, self.down[...], out="batch residual_seq act_embed")
+        gate_BSF, up_BSF = (
+            checkpoint_name(shd.einsum("BSD,DF->BSF", x_BSD, weight[...], out="batch seq mlp"), "gate_up")
+            for weight in (self.gate, self.up)
+        )
+        h_BSF = swiglu(gate_BSF, up_BSF)
+        return shd.einsum("BSF,DF->BSD", h_BSF, self.down[...], out="batch residual_seq act_embed")

@@ -66,7 +66,8 @@ def attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, *, window: int | 
 
     q_axes, kv_axes = "batch seq heads head", "batch seq kv_heads head"
     mapped = shd.shard_map(local, in_axes=(q_axes, kv_axes, kv_axes, "batch seq", "batch _"), out_axes=q_axes)
-    return mapped(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM)
+    with jax.named_scope("attention"):
+        return mapped(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM)
 
 
 def document_lengths(segments_BS, max_documents: int):

@@ -23,7 +23,7 @@ def embed(tokens_BS, table_VD, *, dtype):
             tokens_BS = jax.lax.all_gather(tokens_BS, embed_axes, axis=0, tiled=True)
         x_BSD = _rows(tokens_BS, table_VD, vocab_axes).astype(dtype)
         if embed_axes:
-            x_BSD = jax.lax.all_to_all(x_BSD, embed_axes, split_axis=0, concat_axis=2, tiled=True)
+            x_BSD = _exchange(x_BSD, embed_axes)
         # Each value comes from the one device that has it: adding the others' zeros rounds nothing.
         if splits_sequence:  # the transpose is an all-gather; that of psum would be a second sum, rounded to `dtype`
             return jax.lax.psum_scatter(x_BSD, vocab_axes, scatter_dimension=1, tiled=True)
@@ -40,3 +40,15 @@ def _rows(tokens_BS, table_VD, vocab_axes):
     inside_BS = (local_BS >= 0) & (local_BS < table_VD.shape[0])
     x_BSD = table_VD.at[local_BS].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     return jnp.where(inside_BS[..., None], x_BSD, jnp.zeros((), x_BSD.dtype))
+
+
+def _exchange(x_BSD, axes):
+    """All rows' part of D to this device's rows' whole D.
+
+    Exchanged along a leading dimension of its own and transposed after it. An all-to-all that concatenates D makes XLA lay its
+    result out with D first, and the residual stream of every layer follows: norms then reduce over strided memory.
+    """
+    num_devices = jax.lax.axis_size(axes)
+    rows, seq, part = x_BSD.shape
+    x_PBSD = jax.lax.all_to_all(x_BSD.reshape(num_devices, rows // num_devices, seq, part), axes, 0, 0)
+    return x_PBSD.transpose(1, 2, 0, 3).reshape(rows // num_devices, seq, num_devices * part)

@@ -17,35 +17,35 @@ CHUNK_TOKENS = 4096
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def cross_entropy(x_BSD, head_VD, targets_BS, vocab_size: int, z_loss: float, dtype):
+def cross_entropy(x_BSD, head_DV, targets_BS, vocab_size: int, z_loss: float, dtype):
     """The sum over tokens of -log p(target) + z_loss * logsumexp**2, float32; a target of -1 counts nothing.
 
-    head_VD: float32 as stored ("vocab embed"); rows from `vocab_size` on are padding and get no probability. Its
+    head_DV: float32 as stored ("embed vocab"); columns from `vocab_size` on are padding and get no probability. Its
     gradient is float32 and comes out as stored, reduce-scattered once.
     """
-    return _run(x_BSD, head_VD, targets_BS, vocab_size, z_loss, dtype, with_gradients=False)[0]
+    return _run(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype, with_gradients=False)[0]
 
 
-def _cross_entropy_fwd(x_BSD, head_VD, targets_BS, vocab_size, z_loss, dtype):
-    loss, dx_BSD, dhead_VD = _run(x_BSD, head_VD, targets_BS, vocab_size, z_loss, dtype, with_gradients=True)
-    return loss, (dx_BSD, dhead_VD)
+def _cross_entropy_fwd(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype):
+    loss, dx_BSD, dhead_DV = _run(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype, with_gradients=True)
+    return loss, (dx_BSD, dhead_DV)
 
 
 def _cross_entropy_bwd(vocab_size, z_loss, dtype, residuals, dloss):
-    dx_BSD, dhead_VD = residuals
-    return (dx_BSD.astype(jnp.float32) * dloss).astype(dx_BSD.dtype), dhead_VD * dloss, None
+    dx_BSD, dhead_DV = residuals
+    return (dx_BSD.astype(jnp.float32) * dloss).astype(dx_BSD.dtype), dhead_DV * dloss, None
 
 
 cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
-def _run(x_BSD, head_VD, targets_BS, vocab_size, z_loss, dtype, *, with_gradients):
+def _run(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype, *, with_gradients):
     embed_axes, vocab_axes, batch_axes = (shd.mesh_axes(axis) for axis in ("embed", "vocab", "batch"))
 
-    def local(x_BSD, head_VD, targets_BS):
-        head_VD = head_VD.astype(dtype)
+    def local(x_BSD, head_DV, targets_BS):
+        head_DV = head_DV.astype(dtype)
         if embed_axes:
-            head_VD = jax.lax.all_gather(head_VD, embed_axes, axis=1, tiled=True)
+            head_DV = jax.lax.all_gather(head_DV, embed_axes, axis=0, tiled=True)
         tokens, dim = targets_BS.size, x_BSD.shape[-1]
         num_chunks, size = _chunks(tokens)
         padding = num_chunks * size - tokens
@@ -54,38 +54,38 @@ def _run(x_BSD, head_VD, targets_BS, vocab_size, z_loss, dtype, *, with_gradient
         chunks = (x_TD.reshape(num_chunks, size, dim), targets_T.reshape(num_chunks, size))
 
         def step(carry, chunk):
-            loss, dhead_VD = carry
+            loss, dhead_DV = carry
             x_TD, targets_T = chunk
-            chunk_loss, dlogits_TV = _chunk(x_TD, head_VD, targets_T, vocab_size, z_loss, vocab_axes)
+            chunk_loss, dlogits_TV = _chunk(x_TD, head_DV, targets_T, vocab_size, z_loss, vocab_axes)
             if not with_gradients:
-                return (loss + chunk_loss, dhead_VD), None
-            dx_TD = jnp.einsum("TV,VD->TD", dlogits_TV, head_VD)
-            dhead_VD += jnp.einsum("TV,TD->VD", dlogits_TV, x_TD, preferred_element_type=jnp.float32)
-            return (loss + chunk_loss, dhead_VD), dx_TD
+                return (loss + chunk_loss, dhead_DV), None
+            dx_TD = jnp.einsum("TV,DV->TD", dlogits_TV, head_DV)
+            dhead_DV += jnp.einsum("TD,TV->DV", x_TD, dlogits_TV, preferred_element_type=jnp.float32)
+            return (loss + chunk_loss, dhead_DV), dx_TD
 
-        dhead_VD = jnp.zeros(head_VD.shape if with_gradients else (), jnp.float32)
-        (loss, dhead_VD), dx = jax.lax.scan(step, (jnp.zeros((), jnp.float32), dhead_VD), chunks)
+        dhead_DV = jnp.zeros(head_DV.shape if with_gradients else (), jnp.float32)
+        (loss, dhead_DV), dx = jax.lax.scan(step, (jnp.zeros((), jnp.float32), dhead_DV), chunks)
         loss = jax.lax.psum(loss, batch_axes) if batch_axes else loss
         if not with_gradients:
             return (loss,)
         if vocab_axes:
             dx = jax.lax.psum(dx, vocab_axes)
         if embed_axes:
-            dhead_VD = jax.lax.psum_scatter(dhead_VD, embed_axes, scatter_dimension=1, tiled=True)
+            dhead_DV = jax.lax.psum_scatter(dhead_DV, embed_axes, scatter_dimension=0, tiled=True)
         if replicated := tuple(axis for axis in batch_axes if axis not in embed_axes):
-            dhead_VD = jax.lax.psum(dhead_VD, replicated)
-        return loss, dx.reshape(-1, dim)[:tokens].reshape(x_BSD.shape), dhead_VD
+            dhead_DV = jax.lax.psum(dhead_DV, replicated)
+        return loss, dx.reshape(-1, dim)[:tokens].reshape(x_BSD.shape), dhead_DV
 
-    in_axes = ("batch seq act_embed", "vocab embed", "batch seq")
+    in_axes = ("batch seq act_embed", "embed vocab", "batch seq")
     out_axes = ("", in_axes[0], in_axes[1]) if with_gradients else ("",)
-    return shd.shard_map(local, in_axes=in_axes, out_axes=out_axes)(x_BSD, head_VD, targets_BS)
+    return shd.shard_map(local, in_axes=in_axes, out_axes=out_axes)(x_BSD, head_DV, targets_BS)
 
 
-def _chunk(x_TD, head_VD, targets_T, vocab_size, z_loss, vocab_axes):
+def _chunk(x_TD, head_DV, targets_T, vocab_size, z_loss, vocab_axes):
     """The chunk's summed loss and its dlogits [T, V] in x's dtype; V is this device's part of the vocabulary."""
-    logits_TV = jnp.einsum("TD,VD->TV", x_TD, head_VD)
-    first = jax.lax.axis_index(vocab_axes) * head_VD.shape[0] if vocab_axes else 0
-    word_V = first + jnp.arange(head_VD.shape[0], dtype=jnp.int32)
+    logits_TV = jnp.einsum("TD,DV->TV", x_TD, head_DV)
+    first = jax.lax.axis_index(vocab_axes) * head_DV.shape[1] if vocab_axes else 0
+    word_V = first + jnp.arange(head_DV.shape[1], dtype=jnp.int32)
     logits32_TV = jnp.where(word_V < vocab_size, logits_TV.astype(jnp.float32), -jnp.inf)
     max_T = logits32_TV.max(-1)
     max_T = jax.lax.pmax(max_T, vocab_axes) if vocab_axes else max_T

@@ -1,29 +1,30 @@
 """Compiling the training step for GPUs that are elsewhere: its memory, kernels and collectives, from a laptop.
 
 Needs the `[aot]` extra (XLA's CUDA compiler, without NVIDIA's libraries). Nothing is autotuned there, so Triton matrix
-products are off; memory of NCCL, cuDNN and the CUDA context is not in the prediction (3 to 5 GiB on H100).
+products are off.
 """
 
 import collections
+import os
 import re
 from importlib import metadata, resources
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 
 from jaxscale import config as run_config
-from jaxscale import sharding as shd
+from jaxscale import xla
 from jaxscale.config import Config
-from jaxscale.data.batch import Batch
-from jaxscale.train.state import abstract_state, make_plan
-from jaxscale.train.step import BATCH_AXES, make_train_step
+from jaxscale.train import fit
+from jaxscale.train.state import Plan, make_plan
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 # Of a card's description; jaxlib 0.10.2 refuses fields it does not know.
 FIELDS_SINCE_JAX_0_11 = (
     "mem_clock_ghz", "reserved_shared_memory_per_block", "max_blocks_per_multiprocessor", "collective_memory_granularity",
 )  # fmt: skip
+MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -45,11 +46,7 @@ def devices_of(target: str, *, hosts: int, gpus_per_host: int) -> list[jax.Devic
     """
     if reason := missing():
         raise ValueError(reason)
-    folder = resources.files("jaxscale") / "targets"
-    names = sorted(file.name.removesuffix(".txtpb") for file in folder.iterdir() if file.name.endswith(".txtpb"))
-    if target not in names:
-        raise ValueError(f"target={target!r} is not one of {', '.join(names)}")
-    text = (folder / f"{target}.txtpb").read_text()
+    text = _description(target)
     if jax.__version_info__ < (0, 11):
         lines = [line for line in text.splitlines() if line.split(":")[0].strip() not in FIELDS_SINCE_JAX_0_11]
         text = "\n".join(lines)
@@ -59,24 +56,36 @@ def devices_of(target: str, *, hosts: int, gpus_per_host: int) -> list[jax.Devic
     return topology.devices
 
 
-def compile_step(config: Config, devices: list[jax.Device]) -> jax.stages.Compiled:
-    """The step that `train` would run on these devices. Raises ValueError for a config that does not fit them."""
+def _description(target: str) -> str:
+    folder = resources.files("jaxscale") / "targets"
+    names = sorted(file.name.removesuffix(".txtpb") for file in folder.iterdir() if file.name.endswith(".txtpb"))
+    if target not in names:
+        raise ValueError(f"target={target!r} is not one of {', '.join(names)}")
+    return (folder / f"{target}.txtpb").read_text()
+
+
+def pool_gib(target: str) -> float:
+    """GiB that JAX takes of such a card."""
+    size = re.search(r"device_memory_size: (\d+)", _description(target))
+    assert size is not None, target
+    defaults = {variable.name: variable.value for variable in xla.ENVIRONMENT}
+    return int(size[1]) / 2**30 * float(os.environ.get(MEMORY_FRACTION, defaults[MEMORY_FRACTION]))
+
+
+def make_plan_on(config: Config, devices: list[jax.Device]) -> Plan:
+    """Raises ValueError for a config that these devices do not divide."""
     run_config.validate(config)
-    plan = make_plan(config, run_config.validate_on(config, len(devices)), devices=devices)
-    rows = config.batch_size // config.grad_accumulation
-    sharding = jax.sharding.NamedSharding(plan.mesh, plan.rules.spec(BATCH_AXES))
-    array = jax.ShapeDtypeStruct((config.grad_accumulation, rows, config.seq_len), jnp.int32, sharding=sharding)
-    with shd.use(plan.mesh, plan.rules):
-        lowered = make_train_step(plan).lower(abstract_state(plan), Batch(array, array, array, array))
-        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    return make_plan(config, run_config.validate_on(config, len(devices)), devices=devices)
 
 
-def predicted_memory_gib(compiled: jax.stages.Compiled) -> float:
-    """State, batch and temporaries on the fullest device, GiB; the donated state is counted once."""
-    analysis = compiled.memory_analysis()
-    assert analysis is not None
-    new_outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return (analysis.argument_size_in_bytes + new_outputs + analysis.temp_size_in_bytes) / 2**30
+def compile_step(config: Config, devices: list[jax.Device]) -> jax.stages.Compiled:
+    """The step that `train` would run on these devices, whether it fits their memory or not."""
+    return fit.compile_step(make_plan_on(config, devices), compiler_options=COMPILER_OPTIONS)
+
+
+def compile_to_fit(config: Config, devices: list[jax.Device], *, pool_gib: float) -> fit.Step:
+    """As a run on these devices would: remat chosen if it is `auto`, and ValueError if the step does not fit."""
+    return fit.compile_to_fit(make_plan_on(config, devices), pool_gib=pool_gib, compiler_options=COMPILER_OPTIONS)
 
 
 def count_calls(hlo: str) -> collections.Counter[str]:

@@ -24,11 +24,13 @@ from jaxscale.config import Config
 from jaxscale.data.loader import Corpus, open_dataset
 from jaxscale.distributed import is_lead
 from jaxscale.metrics import Meter, open_writers
+from jaxscale.train import fit
 from jaxscale.train import state as train_state
 from jaxscale.train.feed import device_batches
+from jaxscale.train.profile import Profile
 from jaxscale.train.sample import sample
 from jaxscale.train.state import Plan, TrainState
-from jaxscale.train.step import make_eval_step, make_train_step
+from jaxscale.train.step import make_eval_step
 from jaxscale.train.workdir import check_same_run, check_workdir, only_run, write_config
 
 log = logging.getLogger(__name__)
@@ -81,39 +83,54 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
         # What the data needs, where the config leaves it open.
         data = dataclasses.replace(config.data, max_documents_per_row=corpus.train.max_documents_per_row)
         plan = train_state.make_plan(dataclasses.replace(config, data=data), sizes)
-        if leads:
-            write_config(workdir, config)
+        log.info(describe(plan, corpus))
+        if settings := xla.describe(plan.compiler_options, platform=plan.mesh.devices.flat[0].platform):
+            log.info(settings)
         with shd.use(plan.mesh, plan.rules), interrupts() as interrupted:
-            return _run(plan, workdir, corpus, checkpoints, agreed(interrupted, plan), command)
+            # Before there is a state: a step that cannot fit is refused while nothing is allocated or written.
+            train_step = fit.compile_to_fit(plan) if (latest or 0) < config.steps else None
+            if leads:
+                write_config(workdir, config)
+            return _run(plan, train_step, workdir, corpus, checkpoints, agreed(interrupted, plan), command)
 
 
-def _run(plan: Plan, workdir: Path, corpus: Corpus, checkpoints: Checkpointer, interrupted, command: str) -> Outcome:
+def _run(
+    plan: Plan,
+    train_step: fit.Step | None,
+    workdir: Path,
+    corpus: Corpus,
+    checkpoints: Checkpointer,
+    interrupted: Callable[[], bool],
+    command: str,
+) -> Outcome:
+    """train_step: None if the newest checkpoint is of the last step."""
     config = plan.config
     state, first_step = _restore_or_init(plan, checkpoints)
-    log.info(describe(plan, corpus))
     evaluate = _evaluator(plan, corpus)
     first_loss = evaluate(state.params)
     entropy = corpus.unigram_entropy()
     log.info("held-out loss at step %d: %.4f nats/token (unigram entropy %.4f)", first_step, first_loss, entropy)
     if first_step >= config.steps:
         log.info("nothing to train: step %d is done, and config.steps=%d", first_step, config.steps)
-
-    train_step = make_train_step(plan)
+    elif train_step is None:  # the newest checkpoint is damaged, and an earlier one was taken
+        train_step = fit.compile_to_fit(plan)
     writers = open_writers(
         workdir, num_steps=config.steps, resume_step=first_step, tensorboard=config.log.tensorboard,
         wandb_project=config.log.wandb_project, run_config=run_config.to_json(config),
     )  # fmt: skip
-    # Its clock starts here: the first step's seconds hold the compilation as well.
+    # Its clock starts here: the first step's seconds hold what a first execution costs, but not the compilation.
     meter = Meter(
         num_devices=jax.device_count(), devices=jax.local_devices(), tokens_per_step=config.batch_size * config.seq_len,
         flops_per_token_full=config.model.flops_per_token(config.seq_len, causal=False),
         flops_per_token_causal=config.model.flops_per_token(config.seq_len, causal=True),
     )  # fmt: skip
+    profile = Profile(config.profile, workdir / "profile", first_step=first_step)
     step, saved = first_step, first_step
+    facts = train_step.facts() if train_step else {}  # for the first record
 
     def write(records):
         for record in records:
-            writers.write(record)
+            writers.write(record | facts if record["step"] == first_step + 1 else record)
             check_finite(record, workdir, saved)
 
     def save():
@@ -125,12 +142,22 @@ def _run(plan: Plan, workdir: Path, corpus: Corpus, checkpoints: Checkpointer, i
     loader = device_batches(plan, corpus.train, start=first_step)
     try:
         while step < config.steps and not interrupted():
+            assert train_step is not None
+            if profile.starts_after(step):
+                write(meter.flush())
+                profile.start()
+                meter.restart()
             began = time.perf_counter()
             batch = next(loader)
             data_wait_seconds = time.perf_counter() - began
-            state, metrics = train_step(state, batch)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+                state, metrics = train_step(state, batch)
             step += 1
             write(meter.record(step, metrics, data_wait_seconds))
+            if profile.stops_after(step):
+                write(meter.flush())
+                profile.stop()
+                meter.restart()
             if _is_due(step, config.evaluation.every, config.steps):
                 write(meter.flush())
                 writers.write({"step": step, "eval_loss": evaluate(state.params)})
@@ -150,6 +177,7 @@ def _run(plan: Plan, workdir: Path, corpus: Corpus, checkpoints: Checkpointer, i
     finally:
         loader.close()
         writers.close()
+        profile.stop()  # of a run that ended early
     if was_interrupted:
         checkpoints.wait()
         log.info(_stopped(config, step, command))

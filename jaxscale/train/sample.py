@@ -53,8 +53,8 @@ def _continue(static, params, tokens_BS, prompt_length, num_tokens, temperature,
         x_BSD = model(tokens_BS, segments_BS, positions_BS, plan.execution)
         is_last_S = (position_S == i - 1).astype(x_BSD.dtype)
         last_BD = shd.einsum("BSD,S->BD", x_BSD, is_last_S, out="batch act_embed")
-        head_VD = shd.gather(model.head(), dtype=x_BSD.dtype)[...]
-        logits_BV = shd.einsum("BD,VD->BV", last_BD, head_VD, out="batch vocab").astype(jnp.float32)
+        head_DV = shd.gather(model.head(), dtype=x_BSD.dtype, axes="embed vocab")
+        logits_BV = shd.einsum("BD,DV->BV", last_BD, head_DV, out="batch vocab").astype(jnp.float32)
         logits_BV = shd.constrain(logits_BV, "batch _")[:, : plan.config.model.vocab_size]
         if temperature > 0:
             # One draw for all rows: they stay the same.

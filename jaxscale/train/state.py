@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxscale import sharding as shd
+from jaxscale import xla
 from jaxscale.config import Config
 from jaxscale.ops.execution import Execution, execution_of
 
@@ -42,6 +43,8 @@ class Plan:
     gradient_shardings: Any
     # Of the parameters while they are updated: those of the optimiser's state.
     update_shardings: Any
+    # Of the train step.
+    compiler_options: dict[str, Any]
 
 
 def make_plan(config: Config, sizes: dict[str, int], *, devices=None) -> Plan:
@@ -66,6 +69,7 @@ def make_plan(config: Config, sizes: dict[str, int], *, devices=None) -> Plan:
         shardings=TrainState(specs(step, rules=rules), specs(params, rules=rules), specs(opt_state, rules=split)),
         gradient_shardings=specs(params, rules=split if config.mesh.zero >= 2 else whole),
         update_shardings=specs(params, rules=split),
+        compiler_options=xla.compiler_options(config, sizes, platform=mesh.devices.flat[0].platform),
     )  # fmt: skip
 
 

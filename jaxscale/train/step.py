@@ -24,23 +24,16 @@ def make_train_step(plan: Plan) -> jax.stages.Wrapped:
     def train_step(state: TrainState, batch: Batch):
         num_tokens = count_tokens(batch)
         loss, gradients = _accumulate(plan, state.params, batch, num_tokens)
-        # Where the optimiser's state is split further than the weights (ZeRO-1 and 2), the update runs on the
-        # parts and the new weights are gathered.
-        gradients = shd.reshard(gradients, plan.update_shardings)
-        params = shd.reshard(state.params, plan.update_shardings)
-        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to an int32 count
-            updates, opt_state = plan.optimizer.update(gradients, state.opt_state, params)
-            learning_rate = jnp.asarray(plan.schedule(state.step), jnp.float32)
-        params = shd.reshard(optax.apply_updates(params, updates), plan.shardings.params)
-        metrics = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(gradients),
-            "learning_rate": learning_rate,
-            "tokens": num_tokens,
-        }
+        with jax.named_scope("optimizer"):
+            params, opt_state, grad_norm = _update(plan, state, gradients)
+            with jax.numpy_dtype_promotion("standard"):
+                learning_rate = jnp.asarray(plan.schedule(state.step), jnp.float32)
+        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "tokens": num_tokens}
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(plan.shardings, None))
+    return jax.jit(
+        train_step, donate_argnums=0, out_shardings=(plan.shardings, None), compiler_options=plan.compiler_options
+    )
 
 
 def make_eval_step(plan: Plan) -> jax.stages.Wrapped:
@@ -53,6 +46,18 @@ def make_eval_step(plan: Plan) -> jax.stages.Wrapped:
         return jax.lax.scan(add, jnp.zeros((), jnp.float32), batch)[0], count_tokens(batch)
 
     return jax.jit(eval_step)
+
+
+def _update(plan: Plan, state: TrainState, gradients):
+    """New parameters, new optimiser state, and the gradients' global norm before clipping."""
+    # Where the optimiser's state is split further than the weights (ZeRO-1 and 2), the update runs on the parts and the new
+    # weights are gathered.
+    gradients = shd.reshard(gradients, plan.update_shardings)
+    params = shd.reshard(state.params, plan.update_shardings)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to an int32 count
+        updates, opt_state = plan.optimizer.update(gradients, state.opt_state, params)
+    params = shd.reshard(optax.apply_updates(params, updates), plan.shardings.params)
+    return params, opt_state, optax.tree.norm(gradients)
 
 
 def count_tokens(batch: Batch) -> jax.Array:
@@ -84,5 +89,7 @@ def _loss(plan: Plan, params, batch: Batch, *, z_loss: float):
     config = plan.config
     model = nnx.merge(plan.graphdef, params)
     x_BSD = model(batch.tokens, batch.segments, batch.positions, plan.execution)
-    head_VD = model.head()[...]
-    return cross_entropy(x_BSD, head_VD, batch.targets, config.model.vocab_size, z_loss, jnp.dtype(config.dtype))
+    # The scopes (also `optimizer`, `embedding`, `attention`) are what jaxscale/anatomy.py tells the parts of a step by.
+    with jax.named_scope("loss"):
+        dtype = jnp.dtype(config.dtype)
+        return cross_entropy(x_BSD, model.head(), batch.targets, config.model.vocab_size, z_loss, dtype)

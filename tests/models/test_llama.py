@@ -33,7 +33,7 @@ def logits(model, tokens, segments=None, positions=None):
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     x = model(tokens, segments, jnp.asarray(positions, jnp.int32), EXECUTION)
-    return np.asarray(jnp.einsum("BSD,VD->BSV", x, model.head()[...])[..., : model.c.vocab_size])
+    return np.asarray(jnp.einsum("BSD,DV->BSV", x, model.head())[..., : model.c.vocab_size])
 
 
 def build(config, scale=8.0):
@@ -171,7 +171,7 @@ def hugging_face_weights(model, c) -> dict[str, np.ndarray]:
     p = {path: np.asarray(x) for path, x in _paths(nnx.split(model)[1])}
     group, vocab = c.num_heads // c.num_kv_heads, c.vocab_size
     out = {"model.embed_tokens.weight": p["embedding"][:vocab], "model.norm.weight": p["norm"]}
-    out["lm_head.weight"] = p["embedding" if c.tie_embeddings else "output"][:vocab]
+    out["lm_head.weight"] = (p["embedding"] if c.tie_embeddings else p["output"].T)[:vocab]
     for i in range(c.num_layers):
         prefix = f"model.layers.{i}."
         qkv = p["layers/qkv"][i]
@@ -185,10 +185,10 @@ def hugging_face_weights(model, c) -> dict[str, np.ndarray]:
         if c.qk_norm:
             for name in "qk":
                 out[f"{prefix}self_attn.{name}_norm.weight"] = p[f"layers/{name}_norm"][i]
-        out[f"{prefix}self_attn.o_proj.weight"] = p["layers/out"][i].reshape(-1, c.model_dim).T
-        out[f"{prefix}mlp.gate_proj.weight"] = p["layers/gate_up"][i][:, 0].T
-        out[f"{prefix}mlp.up_proj.weight"] = p["layers/gate_up"][i][:, 1].T
-        out[f"{prefix}mlp.down_proj.weight"] = p["layers/down"][i].T
+        out[f"{prefix}self_attn.o_proj.weight"] = p["layers/out"][i].reshape(c.model_dim, -1)
+        out[f"{prefix}mlp.gate_proj.weight"] = p["layers/gate"][i].T
+        out[f"{prefix}mlp.up_proj.weight"] = p["layers/up"][i].T
+        out[f"{prefix}mlp.down_proj.weight"] = p["layers/down"][i]
         out[f"{prefix}input_layernorm.weight"] = p["layers/attention_norm"][i]
         out[f"{prefix}post_attention_layernorm.weight"] = p["layers/mlp_norm"][i]
     return out

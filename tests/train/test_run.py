@@ -24,7 +24,7 @@ from jaxscale.data.loader import Corpus
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
-from jaxscale.train import loop
+from jaxscale.train import fit, loop
 from jaxscale.train.loop import train
 
 ROOT = Path(__file__).parents[2]
@@ -256,7 +256,7 @@ def test_interrupted_before_the_first_step_it_stops_there(text, tmp_path, monkey
         return entropy(corpus)
 
     monkeypatch.setattr(Corpus, "unigram_entropy", interrupted)
-    monkeypatch.setattr(loop, "make_train_step", lambda plan: lambda *arguments: pytest.fail("a step was run"))
+    monkeypatch.setattr(fit.Step, "__call__", lambda *arguments: pytest.fail("a step was run"))
     stopped = tell(run_config(text), tmp_path)
     assert stopped.outcome.interrupted and stopped.outcome.step == 0
     assert "stopped at step 0 of 12 before the first; start again with: python train.py" in stopped.said
@@ -270,13 +270,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start_two(start, workdir):
+def start_two(start, workdir, *arguments):
     shared = {
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": "2",
     }
-    return [start(workdir, devices=4, **shared, JAX_PROCESS_ID=str(number)) for number in range(2)]
+    return [start(workdir, *arguments, devices=4, **shared, JAX_PROCESS_ID=str(number)) for number in range(2)]
 
 
 @pytest.mark.slow
@@ -289,7 +289,8 @@ def test_two_processes_stop_together_when_one_is_told_and_train_like_one(start, 
     assert 2 <= step < 12 and step in saved_steps(tmp_path)
     assert "stopped at" not in outputs[1]  # one of them speaks
 
-    outputs = [finish(process) for process in start_two(start, tmp_path)]
+    # `auto` besides: they agree on what they decide by.
+    outputs = [finish(process) for process in start_two(start, tmp_path, "--config.remat=auto")]
     assert f"continuing from the checkpoint of step {step}" in outputs[0]
     assert_close(losses(tmp_path), losses(undisturbed))
     assert_close(eval_losses(tmp_path), eval_losses(undisturbed))
@@ -403,7 +404,7 @@ def test_the_held_out_text_is_evaluated_every_so_many_steps_and_at_the_end(told)
 
 def test_a_finished_run_is_not_trained_again_and_says_how_to_go_on(told, monkeypatch):
     before = (told.workdir / "metrics.jsonl").read_bytes()
-    monkeypatch.setattr(loop, "make_train_step", lambda plan: lambda *arguments: pytest.fail("a step was run"))
+    monkeypatch.setattr(fit, "compile_to_fit", lambda plan: pytest.fail("a step was compiled"))
     again = tell(dataclasses.replace(told.config, sample=SampleConfig(tokens=0)), told.workdir)
     assert "nothing to train: step 6 is done, and config.steps=6" in again.said
     assert "train on with: " in again.said and "--config.steps=12" in again.said
@@ -434,19 +435,14 @@ def test_without_checkpoints_nothing_is_saved_and_no_continuation_is_promised(te
 
 
 def test_a_poisoned_state_is_not_saved_and_the_step_is_named(text, tmp_path, monkeypatch):
-    make_train_step = loop.make_train_step
+    step = fit.Step.__call__
 
-    def make_poisoned(plan):
-        step = make_train_step(plan)
+    def poisoned(self, state, batch):
+        state, metrics = step(self, state, batch)
+        is_sixth = int(state.step) == 6
+        return state, metrics | {"loss": metrics["loss"] * (math.nan if is_sixth else 1.0)}
 
-        def poisoned(state, batch):
-            state, metrics = step(state, batch)
-            is_sixth = int(state.step) == 6
-            return state, metrics | {"loss": metrics["loss"] * (math.nan if is_sixth else 1.0)}
-
-        return poisoned
-
-    monkeypatch.setattr(loop, "make_train_step", make_poisoned)
+    monkeypatch.setattr(fit.Step, "__call__", poisoned)
     with pytest.raises(
         loop.NonFiniteError, match="step 6: loss is nan. The run stopped; the last checkpoint is of step 3"
     ):

@@ -2,8 +2,8 @@
 
     python scripts/train.py --config configs/llama3_1b.py --workdir runs/llama3_1b --config.data.path=...
 
-`--config configs/llama3_1b.py:tied` is Llama 3.2 1B itself (1.24 B). Hardware: one H100. Expect 53,900 tokens/s and
-42 GiB, compiled in 9 s (docs/benchmarks.md).
+`--config configs/llama3_1b.py:tied` is Llama 3.2 1B itself (1.24 B). Hardware: one H100. Expect 54,000 tokens/s and
+41 GiB, compiled in 16 s (docs/benchmarks.md).
 """
 
 from jaxscale.config import Config, DataConfig, Remat

@@ -2,8 +2,8 @@
 
     python scripts/train.py --config configs/llama3_8b.py --workdir runs/llama3_8b --config.data.path=...
 
-Hardware: 4 or more H200, or 8 or more H100, of one node (FSDP over all of them). Expect 10,400 tokens/s a
-GPU and 101 GiB on 4 H200, compiled in 20 s (docs/benchmarks.md).
+Hardware: 4 or more H200, or 8 or more H100, of one node (FSDP over all of them). Expect 11,100 tokens/s a
+GPU and 111 GiB on 4 H200, compiled in 32 s (docs/benchmarks.md).
 """
 
 from jaxscale.config import Config, DataConfig, MeshConfig, Remat
@@ -30,7 +30,7 @@ def get_config(arg: str = "") -> Config:
         # 2 rows a GPU on 4 GPUs.
         batch_size=8,
         seq_len=8192,
-        # 115 GiB a GPU on 4 H200, 13 of them gathered weights that are kept. On 8 H100 of 80 GB: remat="attention_mlp",
+        # 111 GiB a GPU on 4 H200, 13 of them gathered weights that are kept. On 8 H100 of 80 GB: remat="attention_mlp",
         # scan_unroll=1 and mesh.reshard_after_forward=True.
         remat=Remat.GEMMS,
         scan_unroll=32,

@@ -9,89 +9,37 @@ and to the host; else it is idle. Collectives behind computing or copies are hid
 are given apart.
 
 A step lasts from one kernel of the program to the same kernel of the next run, so the host's delays between runs count,
-and runs that the trace holds in part do not. XLA runs no CUDA graphs while a profile is taken: a step whose kernels are
-short can show more idle time than it has without one.
+and runs that the trace holds in part do not. XLA launches kernels from CUDA graphs while a profile is taken, too; the
+trace does not say what those belong to, jaxscale/hlo_names.py finds it.
 """
 
 import functools
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from jaxscale.xplane import Events, Kernel, Trace
+from jaxscale.kernel_kinds import CATEGORIES, COMPUTE, Kernel, classify, collective_kind
+from jaxscale.xplane import Events, Trace
 from jaxscale.xplane import read as read
-
-# The rows of a table, in its order.
-CATEGORIES = {
-    "gemm": "matrix products",
-    "attention": "attention",
-    "elementwise": "element-wise, norms, the rest",
-    "copy": "copies and zero fill",
-    "embedding": "embedding",
-    "loss_gemm": "loss: matrix products",
-    "loss": "loss: the rest",
-    "optimizer": "optimizer",
-    "communication_exposed": "collectives, exposed",
-    "transfer": "host copies, alone",
-    "idle": "idle",
-}
-COMPUTE = ("gemm", "attention", "elementwise", "embedding", "loss_gemm", "loss", "optimizer")
-
-
-def _scope(name: str) -> str:
-    """Matches `jax.named_scope(name)` in an op name, also as transpose(jvp(name)) or merged with others by a colon."""
-    return rf"(?:^|[/(:]){name}(?:$|[/):])"
-
-
-_GEMM = r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitk"
-# Of fusions: those that XLA names after moving data alone. `wrapped_` ones are of a single operation.
-_COPY = (
-    r"^Mem(cpy|set)|^copy[._-]?\d*$"
-    r"|^wrapped_(copy|slice|transpose|concatenate|pad|broadcast|dynamic_(update_)?slice)[._]?\d*$"
-    r"|^(loop_|input_)?(copy|slice|transpose|broadcast|dynamic_(update_)?slice)_fusion[._]?\d*$"
-)
-# The first line that fits a kernel says what it is: a pattern of its name or its HLO operation, and one of its op name
-# (the named scopes it was traced under, and the primitive); None fits all.
-RULES: tuple[tuple[str, str | None, str | None], ...] = (
-    ("communication", r"nccl|nvshmem|MemcpyP2P|all_?reduce_?kernel|MultiGpuBarrier", None),
-    ("communication", r"^(ragged.)?all[-_](gather|reduce|to)|^reduce[-_]scatter|^collective[-_]|^psum", None),
-    ("transfer", r"^Memcpy(H2D|D2H)", None),
-    ("attention", r"sdpa|fmha|flash|dot_do_o|convert_dq|dot_product_attention", None),
-    ("attention", None, rf"{_scope('attention')}|dot_product_attention"),
-    ("loss_gemm", _GEMM, _scope("loss")),
-    ("loss", None, _scope("loss")),
-    ("optimizer", None, _scope("optimizer")),
-    ("embedding", None, _scope("embedding")),
-    ("gemm", _GEMM, None),
-    ("copy", _COPY, None),
-    ("elementwise", None, None),
-)
-# By the HLO operation, which may be named after the primitive; else by NCCL's kernel, where sends serve three kinds.
-COLLECTIVE_KINDS = {
-    "ragged-all-to-all": r"ragged.all.to.all",
-    "all-to-all": r"all.to.all",
-    "all-gather": r"all.?gather",
-    "reduce-scatter": r"reduce.?scatter|psum.scatter",
-    "all-reduce": r"all.?reduce|psum|pmax|pmin",
-    "collective-permute": r"collective.permute|ppermute",
-    "broadcast": r"broadcast",
-    "send and receive": r"sendrecv|MemcpyP2P",
-}
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Of one step: launches, their time, the part of it that nothing hid, bytes of whole messages (None: unknown)."""
+    """Of one step: launches, their time, the part of it that nothing hid, bytes of whole messages (None: unknown).
+
+    transfer_seconds: for each call the time of the GPU that took least, which waited least for the others; the rest of
+    `seconds` is waiting. None if the trace has one GPU, or not the same calls of all.
+    """
 
     kind: str
     calls: float
     seconds: float
     exposed_seconds: float
     bytes: float | None
+    transfer_seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -108,20 +56,30 @@ class KernelTime:
 
 
 @dataclass(frozen=True)
+class Load:
+    """Of one GPU in a step: the time in which it computes, and that in which it does nothing but communicate."""
+
+    device: int
+    compute_seconds: float
+    exposed_communication_seconds: float
+
+
+@dataclass(frozen=True)
 class Anatomy:
     """The mean step of one GPU. `seconds`: by key of CATEGORIES, adding up to step_seconds."""
 
     name: str
     module: str
     device: int
-    num_devices: int
+    loads: tuple[Load, ...]  # of all GPUs
     num_steps: int
     step_seconds: float
     fastest_step_seconds: float
     slowest_step_seconds: float
     seconds: dict[str, float]
     hidden_communication_seconds: float
-    unattributed_seconds: float  # of kernels whose op name the trace does not say: no scope can claim them
+    graph_seconds: float  # of computing kernels that CUDA graphs launched
+    unattributed_seconds: float  # of computing kernels whose op name is not known: no scope can claim them
     collectives: tuple[Collective, ...]
     kernels: tuple[KernelTime, ...]  # longest first
 
@@ -137,54 +95,32 @@ def anatomy(trace: Trace, device: int | None = None) -> Anatomy:
     A matrix product of the loss is "loss_gemm"; what is under the scope "optimizer" is that, a matrix product too.
     Raises ValueError for a device that the trace does not hold.
     """
+    divisions = {number: _divide(events) for number, events in trace.devices.items()}
+    loads = tuple(Load(number, each.compute, sum(each.exposed.values())) for number, each in divisions.items())
     if device is None:
-        device = max(trace.devices, key=lambda number: _compute_time(trace.devices[number]))
+        device = max(loads, key=lambda load: load.compute_seconds).device
     if device not in trace.devices:
         raise ValueError(f"device={device} is not in {trace.name}, which holds {', '.join(map(str, trace.devices))}")
-    events = trace.devices[device]
-    groups = [_group(kernel) for kernel in events.kernels]
-    module, marks = find_steps(events)
-    step_seconds = np.diff(marks) * 1e-9
-    time, hidden, idle = partition(events, groups, begin=marks[0], end=marks[-1])
-    scale = 1e-9 / len(step_seconds)  # nanoseconds of the whole to seconds of a step
-    exposed = {group: value * scale for group, value in time.items() if group not in CATEGORIES}
-    seconds = {category: time.get(category, 0.0) * scale for category in CATEGORIES}
-    seconds |= {"communication_exposed": sum(exposed.values()), "idle": idle * scale}
-    launches = _launches(events, groups, marks)
+    division = divisions[device]
+    step_seconds = np.diff(division.marks) * 1e-9
+    launches = _launches(trace.devices[device], division)
+    computing = [each for each in launches if each.group in COMPUTE]
     return Anatomy(
         name=trace.name,
-        module=module,
+        module=division.module,
         device=device,
-        num_devices=len(trace.devices),
+        loads=loads,
         num_steps=len(step_seconds),
         step_seconds=float(step_seconds.mean()),
         fastest_step_seconds=float(step_seconds.min()),
         slowest_step_seconds=float(step_seconds.max()),
-        seconds=seconds,
-        hidden_communication_seconds=hidden * scale,
-        unattributed_seconds=sum(x.seconds for x in launches if x.group in COMPUTE and not x.kernel.op_name),
-        collectives=_collectives(launches, exposed, trace.message_bytes),
+        seconds=division.seconds,
+        hidden_communication_seconds=division.hidden,
+        graph_seconds=sum(each.seconds for each in computing if each.kernel.graph),
+        unattributed_seconds=sum(each.seconds for each in computing if not each.kernel.op_name),
+        collectives=_collectives(launches, division.exposed, trace.message_bytes, _transfers(trace, device, division)),
         kernels=_kernel_times(launches),
     )
-
-
-@functools.cache
-def classify(kernel: Kernel) -> str:
-    """The category of the first of RULES that fits; "communication" where CATEGORIES tells exposed from hidden."""
-    for category, pattern, op_pattern in RULES:
-        fits = pattern is None or any(re.search(pattern, text, re.IGNORECASE) for text in (kernel.name, kernel.hlo_op))
-        if fits and (op_pattern is None or re.search(op_pattern, kernel.op_name)):
-            return category
-    raise AssertionError("the last rule fits all")
-
-
-def collective_kind(kernel: Kernel) -> str:
-    """A key of COLLECTIVE_KINDS, or "other"."""
-    for text in (kernel.hlo_op, kernel.name):
-        for kind, pattern in COLLECTIVE_KINDS.items():
-            if re.search(pattern, text, re.IGNORECASE):
-                return kind
-    return "other"
 
 
 def partition(
@@ -230,7 +166,7 @@ def find_steps(events: Events) -> tuple[str, np.ndarray]:
     """
     module, is_main_K = _main_module(events)
     is_main_E = is_main_K[events.index_E]
-    keys, index_M = np.unique(events.index_E[is_main_E], return_inverse=True)
+    keys, index_M = np.unique(_recorded_K(events)[events.index_E[is_main_E]], return_inverse=True)
     start_M = events.start_E[is_main_E]
     # A few that the profiler dropped may be missing; not so many that a microbatch passes for a step.
     enough = len(keys) - min(4, len(keys) // 50)
@@ -308,6 +244,33 @@ def plot(anatomies: Anatomy | Sequence[Anatomy], path: str | Path) -> None:
 
 
 @dataclass(frozen=True)
+class _Division:
+    """Of one GPU, in seconds of a step; exposed: by kind of collective."""
+
+    module: str
+    marks: np.ndarray
+    groups: list[str]
+    seconds: dict[str, float]
+    exposed: dict[str, float]
+    hidden: float
+
+    @property
+    def compute(self) -> float:
+        return sum(self.seconds[category] for category in COMPUTE)
+
+
+def _divide(events: Events) -> _Division:
+    groups = [_group(kernel) for kernel in events.kernels]
+    module, marks = find_steps(events)
+    time, hidden, idle = partition(events, groups, begin=marks[0], end=marks[-1])
+    scale = 1e-9 / (len(marks) - 1)  # nanoseconds of the whole to seconds of a step
+    exposed = {group: value * scale for group, value in time.items() if group not in CATEGORIES}
+    seconds = {category: time.get(category, 0.0) * scale for category in CATEGORIES}
+    seconds |= {"communication_exposed": sum(exposed.values()), "idle": idle * scale}
+    return _Division(module, marks, groups, seconds, exposed, hidden * scale)
+
+
+@dataclass(frozen=True)
 class _Launches:
     kernel: Kernel
     group: str  # a category, or a kind of collective
@@ -321,11 +284,6 @@ def _group(kernel: Kernel) -> str:
     return collective_kind(kernel) if category == "communication" else category
 
 
-def _compute_time(events: Events) -> float:
-    is_compute_K = np.array([_group(kernel) in COMPUTE for kernel in events.kernels])
-    return float((events.end_E - events.start_E)[is_compute_K[events.index_E]].sum())
-
-
 def _main_module(events: Events) -> tuple[str, np.ndarray]:
     """The program that takes most time and which kernels are its own; all, if most time is of kernels without one."""
     time = defaultdict(float)
@@ -335,9 +293,21 @@ def _main_module(events: Events) -> tuple[str, np.ndarray]:
     return module, np.array([not module or kernel.module == module for kernel in events.kernels])
 
 
-def _launches(events: Events, groups: list[str], marks: np.ndarray) -> list[_Launches]:
+def _recorded_K(events: Events) -> np.ndarray:
+    """Numbers of the kernels, the same for those that differ in names which were found: not each run finds all."""
+    recorded = [replace(kernel, hlo_op="", op_name="") if kernel.graph else kernel for kernel in events.kernels]
+    numbers = {kernel: number for number, kernel in enumerate(recorded)}
+    return np.array([numbers[kernel] for kernel in recorded])
+
+
+def _are_inside(start_E: np.ndarray, marks: np.ndarray) -> np.ndarray:
+    return (start_E >= marks[0]) & (start_E < marks[-1])
+
+
+def _launches(events: Events, division: _Division) -> list[_Launches]:
     """Of a mean step: launches from the first mark until before the last, each with its whole length."""
-    is_inside_E = (events.start_E >= marks[0]) & (events.start_E < marks[-1])
+    groups, marks = division.groups, division.marks
+    is_inside_E = _are_inside(events.start_E, marks)
     index, num_steps = events.index_E[is_inside_E], len(marks) - 1
     calls = np.bincount(index, minlength=len(groups)) / num_steps
     seconds = np.bincount(index, (events.end_E - events.start_E)[is_inside_E], len(groups)) * (1e-9 / num_steps)
@@ -345,7 +315,29 @@ def _launches(events: Events, groups: list[str], marks: np.ndarray) -> list[_Lau
     return [_Launches(*row) for row in rows if row[2]]
 
 
-def _collectives(launches, exposed: dict[str, float], message_bytes: dict) -> tuple[Collective, ...]:
+def _transfers(trace: Trace, device: int, division: _Division) -> dict[str, float | None]:
+    """By kind of collective, as Collective has it."""
+    events, marks = trace.devices[device], division.marks
+    found: dict[str, float | None] = dict.fromkeys(division.exposed, 0.0 if len(trace.devices) > 1 else None)
+    for kernel, kind in zip(events.kernels, division.groups, strict=True):
+        if (before := found.get(kind)) is None:
+            continue
+        start_C, end_C = (time_C[_are_inside(events.of(kernel)[0], marks)] for time_C in events.of(kernel))
+        lengths_GC = [_lengths_of_same(start_C, end_C, *each.of(kernel)) for each in trace.devices.values()]
+        time = float(np.min(lengths_GC, axis=0).sum()) * 1e-9 / (len(marks) - 1)
+        found[kind] = None if np.isnan(time) else before + time
+    return found
+
+
+def _lengths_of_same(start_C, end_C, start_X, end_X) -> np.ndarray:
+    """Of a collective's calls C the lengths on another GPU, of calls X: no call begins before all have ended the last."""
+    same_C = np.searchsorted(end_X, start_C, side="right")
+    # Beyond the last: a call that never begins.
+    length_X, start_X = np.append(end_X - start_X, np.nan), np.append(start_X, np.inf)
+    return np.where(start_X[same_C] < end_C, length_X[same_C], np.nan)
+
+
+def _collectives(launches, exposed: dict[str, float], message_bytes, transfers) -> tuple[Collective, ...]:
     found = []
     for kind in sorted(exposed):
         of_kind = [each for each in launches if each.group == kind]
@@ -358,6 +350,7 @@ def _collectives(launches, exposed: dict[str, float], message_bytes: dict) -> tu
                 seconds=sum(each.seconds for each in of_kind),
                 exposed_seconds=exposed[kind],
                 bytes=sum(known) if len(known) == len(of_kind) else None,
+                transfer_seconds=transfers[kind],
             )
         )
     return tuple(found)
@@ -371,8 +364,8 @@ def _kernel_times(launches) -> tuple[KernelTime, ...]:
     times = (
         KernelTime(
             name,
-            hlo_op=same[0].kernel.hlo_op,
-            num_ops=len({each.kernel.hlo_op for each in same}),
+            hlo_op=same[0].kernel.hlo_op or same[0].kernel.graph,
+            num_ops=len({each.kernel.hlo_op or each.kernel.graph for each in same}),
             op_name=op_name,
             category=category,
             calls=sum(each.calls for each in same),
@@ -390,7 +383,7 @@ def _many(anatomies: Anatomy | Sequence[Anatomy]) -> Sequence[Anatomy]:
 def _title(each: Anatomy) -> str:
     steps = "1 step" if each.num_steps == 1 else f"{each.num_steps} steps"
     spread = f"{each.fastest_step_seconds * 1e3:,.2f} to {each.slowest_step_seconds * 1e3:,.2f}"
-    return f"{each.name}: {each.module or 'kernels'} on GPU {each.device} of {each.num_devices}, {steps} of {spread} ms"
+    return f"{each.name}: {each.module or 'kernels'} on GPU {each.device} of {len(each.loads)}, {steps} of {spread} ms"
 
 
 def _heading(anatomies: Sequence[Anatomy]) -> str:
@@ -409,26 +402,40 @@ def _row(label: str, anatomies: Sequence[Anatomy], seconds: list[float]) -> str:
 
 
 def _notes(each: Anatomy) -> Iterator[str]:
+    if len(each.loads) > 1:
+        loads = (
+            f"{load.device}: {load.compute_seconds * 1e3:,.2f} + {load.exposed_communication_seconds * 1e3:,.2f}"
+            for load in each.loads
+        )
+        yield f"computing + exposed collectives on each GPU, ms: {'; '.join(loads)}"
     if each.num_steps == 1:
         yield "one step only: trace more for a mean"
     if not any(each.seconds[category] for category in ("loss", "loss_gemm", "optimizer")):
         yield "no kernel is under a jax.named_scope 'loss' or 'optimizer': their time is in other rows"
+    if each.graph_seconds > 0.02 * each.step_seconds:
+        share = each.graph_seconds / each.step_seconds
+        yield f"kernels of {share:.1%} of the step are of CUDA graphs: their names are those of the program's schedule"
     if each.unattributed_seconds > 0.02 * each.step_seconds:
         share = each.unattributed_seconds / each.step_seconds
         yield f"kernels of {share:.1%} of the step have no op name: they are in no scope's row, whatever they belong to"
 
 
 def _collective_lines(each: Anatomy) -> Iterator[str]:
+    heads = {"calls": 9, "ms": 11, "exposed ms": 12, "GB": 9, "GB/s": 8, "transfer ms": 13, "waiting ms": 12}
+    if len(each.loads) == 1:
+        del heads["transfer ms"], heads["waiting ms"]
     if each.collectives:
         yield ""
-        yield f"{'collectives of a step':24}{'calls':>9}{'ms':>11}{'exposed ms':>12}{'GB':>9}{'GB/s':>8}"
+        yield f"{'collectives of a step':24}" + "".join(f"{head:>{width}}" for head, width in heads.items())
     for kind in each.collectives:
-        size = (
-            f"{'-':>9}{'-':>8}"
-            if kind.bytes is None
-            else f"{kind.bytes / 1e9:9.3f}{kind.bytes / 1e9 / kind.seconds:8.1f}"
+        cells = [f"{kind.calls:,.4g}", f"{kind.seconds * 1e3:,.2f}", f"{kind.exposed_seconds * 1e3:,.2f}"]
+        size, transfer = kind.bytes, kind.transfer_seconds
+        cells += ["-", "-"] if size is None else [f"{size / 1e9:.3f}", f"{size / 1e9 / kind.seconds:.1f}"]
+        cells += ["-", "-"] if transfer is None else [f"{x * 1e3:,.2f}" for x in (transfer, kind.seconds - transfer)]
+        # Of one GPU the last two have no head.
+        yield f"{kind.kind:24}" + "".join(
+            f"{cell:>{width}}" for cell, width in zip(cells, heads.values(), strict=False)
         )
-        yield f"{kind.kind:24}{kind.calls:9,.4g}{kind.seconds * 1e3:11,.2f}{kind.exposed_seconds * 1e3:12,.2f}{size}"
 
 
 def _kernel_lines(each: Anatomy, top: int) -> Iterator[str]:

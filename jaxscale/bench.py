@@ -13,9 +13,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+
+import jaxscale
 
 log = logging.getLogger(__name__)
 
@@ -166,14 +168,22 @@ def provenance(commit: str = "") -> dict:
     found = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shown([sys.executable, *sys.argv]),
         "commit": commit or found or None,
         "is_dirty": bool(_output("git", "-C", str(ROOT), "status", "--porcelain")) if found and not commit else None,
         "driver": next(iter(_query("driver_version")), None),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("jaxscale", "jax", "jaxlib", "flax", "optax")},
+        "versions": {"jaxscale": jaxscale.__version__}
+        | {name: _version(name) for name in ("jax", "jaxlib", "flax", "optax")},
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT)},
     }
+
+
+def shown(command: Sequence[object]) -> str:
+    """The command as a user would type it in the checkout: a record keeps no path of the machine it was made on."""
+    words = [str(word).removeprefix(f"{ROOT}/") for word in command]
+    python = {sys.executable, str(Path(sys.executable).resolve())}
+    return shlex.join("python" if word in python else word for word in words)
 
 
 def gpu_names() -> list[str]:

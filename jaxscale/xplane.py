@@ -1,28 +1,17 @@
 """Traces that `jax.profiler` took of GPUs: the kernels with their times, and the sizes of the collectives' messages."""
 
-import math
 import re
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import jax
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Kernel:
-    """What is launched again and again; an empty string is what the trace does not say.
-
-    name: the kernel's. hlo_op: XLA's instruction, "loop_add_fusion.3". op_name: what was traced,
-    "jit(train_step)/transpose(jvp(loss))/mul". module: the program, "jit_train_step".
-    """
-
-    name: str
-    hlo_op: str
-    op_name: str
-    module: str
+from jaxscale.hlo_names import Program, owners, programs, with_names
+from jaxscale.kernel_kinds import COMPUTE, Kernel, classify
 
 
 @dataclass(frozen=True)
@@ -33,6 +22,15 @@ class Events:
     index_E: np.ndarray
     start_E: np.ndarray
     end_E: np.ndarray
+
+    def of(self, kernel: Kernel) -> tuple[np.ndarray, np.ndarray]:
+        """Start and end of a kernel's launches."""
+        is_it_E = self.index_E == self._numbers.get(kernel, -1)
+        return self.start_E[is_it_E], self.end_E[is_it_E]
+
+    @cached_property
+    def _numbers(self) -> dict[Kernel, int]:
+        return {kernel: number for number, kernel in enumerate(self.kernels)}
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,28 @@ def read(path: str | Path) -> Trace:
         except RuntimeError as error:
             raise ValueError(f"{file} is not a profile: {error}") from None
         gpus = {int(match[1]): plane for plane in planes if (match := re.fullmatch(r"/device:GPU:(\d+)", plane.name))}
-        devices = {device: events for device, plane in gpus.items() if len((events := _events(plane)).index_E)}
-    if not devices:
+        launches = {device: found for device, plane in gpus.items() if (found := _launches(plane))}
+    if not launches:
         why = "no kernels: CUPTI recorded none" if gpus else "no GPU: a CPU's trace cannot be divided"
         raise ValueError(
             f"{file} has {why}; trace some steps on a GPU, by --config.profile.steps=3 or under "
             "jax.profiler.trace(folder)"
         )
-    return Trace(str(path), devices, _message_bytes(data))
+    compiled = programs(data, {launch.program for each in launches.values() for launch in each})
+    labels = _labels(compiled)
+    return Trace(
+        str(path),
+        {device: _events(_named(each, compiled, labels)) for device, each in launches.items()},
+        {(labels[number], op): size for number, each in compiled.items() for op, size in each.message_bytes.items()},
+    )
+
+
+def _labels(compiled: dict[int, Program]) -> dict[int, str]:
+    """Their names; with their numbers where a trace has two of a name, as of a step that was compiled anew."""
+    count = Counter(each.name for each in compiled.values())
+    return {
+        number: each.name if count[each.name] == 1 else f"{each.name}({number})" for number, each in compiled.items()
+    }
 
 
 def _newest(path: Path) -> Path:
@@ -80,10 +92,18 @@ def _newest(path: Path) -> Path:
     return files[-1]
 
 
-def _events(plane) -> Events:
-    """Of the lines that are streams; other lines show the same time again."""
-    kernels: dict[Kernel, int] = {}
-    rows = []
+@dataclass(frozen=True)
+class _Launch:
+    kernel: Kernel
+    program: int
+    stream: str
+    start: float
+    end: float
+
+
+def _launches(plane) -> list[_Launch]:
+    """By their start, of the lines that are streams; other lines show the same time again."""
+    found = []
     for line in plane.lines:
         if not line.name.startswith("Stream"):
             continue
@@ -91,89 +111,45 @@ def _events(plane) -> Events:
             if event.duration_ns <= 0:  # allocations and the like
                 continue
             stats = dict(event.stats)
-            op_name = str(stats.get("name") or stats.get("tf_op") or "")
+            op_name, hlo_op = str(stats.get("name") or stats.get("tf_op") or ""), str(stats.get("hlo_op", ""))
+            in_graph = hlo_op.startswith("command_buffer")
             kernel = Kernel(
                 event.name,
-                str(stats.get("hlo_op", "")),
-                op_name if "/" in op_name else "",
-                str(stats.get("hlo_module", "")),
+                hlo_op="" if in_graph else hlo_op,
+                op_name=op_name if "/" in op_name else "",
+                module=str(stats.get("hlo_module", "")),
+                graph=hlo_op if in_graph else "",
             )
             start = event.start_ns
-            rows.append((kernels.setdefault(kernel, len(kernels)), start, start + event.duration_ns))
-    rows.sort(key=lambda row: row[1])
-    index_E, start_E, end_E = np.array(rows, float).reshape(-1, 3).T
-    return Events(tuple(kernels), index_E.astype(int), start_E, end_E)
+            program = int(stats.get("program_id", -1))
+            found.append(_Launch(kernel, program, line.name, start, start + event.duration_ns))
+    return sorted(found, key=lambda launch: launch.start)
 
 
-# The compiled programs stand in the trace as protobuf messages, which no public class of jax reads. The numbers below
-# are those of the fields in xplane.proto, hlo.proto and xla_data.proto.
-_COLLECTIVE = re.compile(rb"(ragged-)?all-|reduce-scatter|collective-|async-start")
-_ELEMENT_BYTES = {3: 2, 4: 4, 5: 8, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
+def _named(launches: list[_Launch], compiled: dict[int, Program], labels: dict[int, str]) -> list[_Launch]:
+    """With what the programs tell of the kernels."""
+    launches = list(launches)
+    for number, program in compiled.items():
+        places = [at for at, launch in enumerate(launches) if launch.program == number]
+        stream = _computing_stream([launches[at] for at in places])
+        computing = [at for at in places if launches[at].stream == stream]
+        owner = {computing[at]: op for at, op in owners(program, [launches[at].kernel for at in computing])}
+        for at in places:
+            kernel = with_names(program, launches[at].kernel, owner.get(at))
+            launches[at] = replace(launches[at], kernel=replace(kernel, module=labels[number]))
+    return launches
 
 
-def _message_bytes(space: bytes) -> dict[tuple[str, str], int]:
-    """The bytes of a collective's larger side: the gathered array, what is to be scattered, or what is reduced."""
-    found = {}
-    for plane in _fields(space, 1):
-        if next(_fields(plane, 2), b"") != b"/host:metadata":
-            continue
-        for module in _fields(plane, 4, 2, 5, 6, 1):
-            name = next(_fields(module, 1), b"").decode()
-            for computation in _fields(module, 3):
-                instructions = {next(_fields(each, 35), 0): each for each in _fields(computation, 2)}
-                for each in instructions.values():
-                    if _COLLECTIVE.match(next(_fields(each, 2), b"")):
-                        found[name, next(_fields(each, 1), b"").decode()] = _larger_side(each, instructions)
-    return found
+def _computing_stream(launches: list[_Launch]) -> str:
+    time: defaultdict[str, float] = defaultdict(float)
+    for launch in launches:
+        if classify(launch.kernel) in COMPUTE:
+            time[launch.stream] += launch.end - launch.start
+    return max(time, key=lambda stream: time[stream], default="")
 
 
-def _larger_side(instruction: bytes, instructions: dict[int, bytes]) -> int:
-    shape = next(_fields(instruction, 3))
-    operands = sum(
-        _shape_bytes(next(_fields(instructions[i], 3)))
-        for i in _varints(next(_fields(instruction, 36), b""))
-        if i in instructions
-    )
-    # What starts a collective returns (operands, results).
-    is_start = next(_fields(instruction, 2)).endswith(b"-start")
-    sides = [_shape_bytes(part) for part in _fields(shape, 4)] if is_start else [_shape_bytes(shape)]
-    return max(operands, *sides)
-
-
-def _shape_bytes(shape: bytes) -> int:
-    if parts := list(_fields(shape, 4)):
-        return sum(map(_shape_bytes, parts))
-    size: int = math.prod(_varints(next(_fields(shape, 3), b"")))
-    return size * _ELEMENT_BYTES.get(next(_fields(shape, 2), 0), 1)
-
-
-def _fields(message, number: int, *inner: int) -> Iterator:
-    """The values of a field, or of a field of its messages: int, or bytes if it is no varint."""
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
-        value: int | bytes
-        if key & 7 == 0:
-            value, at = _varint(message, at)
-        else:
-            size, at = _varint(message, at) if key & 7 == 2 else ({1: 8, 5: 4}[key & 7], at)
-            value, at = message[at : at + size], at + size
-        if key >> 3 == number:
-            yield from _fields(value, *inner) if inner else [value]
-
-
-def _varints(packed: bytes) -> Iterator[int]:
-    at = 0
-    while at < len(packed):
-        value, at = _varint(packed, at)
-        yield value
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
+def _events(launches: list[_Launch]) -> Events:
+    kernels: dict[Kernel, int] = {}
+    index = [kernels.setdefault(launch.kernel, len(kernels)) for launch in launches]
+    start, end = ([getattr(launch, key) for launch in launches] for key in ("start", "end"))
+    return Events(tuple(kernels), np.array(index), np.array(start), np.array(end))

@@ -4,7 +4,8 @@
     python scripts/anatomy.py runs/x/profile --png=step.png
 
 TRACE: a folder that jax.profiler wrote to (the newest trace in it counts), or an .xplane.pb file. Two traces stand side
-by side with their difference. jaxscale/anatomy.py says what counts in which row.
+by side with their difference. Of several GPUs the text says how evenly they are loaded and what of the collectives is
+waiting for others. jaxscale/anatomy.py says what counts in which row, jaxscale/hlo_names.py how CUDA graphs are named.
 """
 
 import dataclasses

@@ -123,7 +123,7 @@ def compare(settings: list[str], folder: Path) -> dict:
             print(f"{name}, round {number} of {ROUNDS.value} ...", file=sys.stderr)
             runs[name].append(runners[name](commands[name], folder / f"{name}_{number}.log"))
             print(f"{name}: {runs[name][-1][RATE]:,.0f} tokens/s/GPU", file=sys.stderr)
-    systems = {name: summarize(runs[name]) | {"command": shlex.join(commands[name])} for name in runs}
+    systems = {name: summarize(runs[name]) | {"command": bench.shown(commands[name])} for name in runs}
     return {
         "name": "peers",
         "settings": settings,

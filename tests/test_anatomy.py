@@ -16,9 +16,10 @@ from jax.profiler import ProfileData
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale import anatomy as an
-from jaxscale.anatomy import anatomy, classify, collective_kind, find_steps, partition, plot, read, table
-from jaxscale.xplane import Events, Kernel, Trace, _message_bytes
+from jaxscale.anatomy import anatomy, find_steps, partition, plot, read, table
+from jaxscale.hlo_names import programs
+from jaxscale.kernel_kinds import CATEGORIES, Kernel, classify, collective_kind
+from jaxscale.xplane import Events, Trace
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "anatomy.py"
 MODULE = "jit_train_step"
@@ -148,12 +149,10 @@ def cpu_profile(tmp_path_factory):
 
 def test_a_step_is_divided_among_the_categories(trace_file):
     step = anatomy(read(trace_file))
-    assert {key: round(value * 1e9, 6) for key, value in step.seconds.items()} == dict.fromkeys(
-        an.CATEGORIES, 0
-    ) | PARTS
+    assert {key: round(value * 1e9, 6) for key, value in step.seconds.items()} == dict.fromkeys(CATEGORIES, 0) | PARTS
     assert step.hidden_communication_seconds == pytest.approx(350e-9)
     assert step.exposed_communication_share == pytest.approx(0.1)
-    assert (step.module, step.num_steps, step.num_devices) == (MODULE, 3, 2)
+    assert (step.module, step.num_steps, len(step.loads)) == (MODULE, 3, 2)
     assert step.step_seconds == step.fastest_step_seconds == step.slowest_step_seconds == pytest.approx(1e-6)
 
 
@@ -184,6 +183,46 @@ def test_collectives_are_listed_by_kind_with_what_nothing_hid(trace_file):
         pytest.approx(100e-9),
     )
     assert gather.bytes is scatter.bytes is None
+
+
+def test_what_a_collective_takes_on_the_fastest_gpu_is_transfer_and_the_rest_is_waiting(tmp_path):
+    """GPU 1 starts the reduce-scatter last: the 110 ns that it takes there are the transfer."""
+    late = [dataclasses.replace(x, start=590) if "ReduceScatter" in x.name else x for x in STEP]
+    trace = read(write_trace(tmp_path / "x.xplane.pb", {0: steps(3), 1: steps(3, late)}))
+    gather, scatter = anatomy(trace, 0).collectives
+    assert (scatter.seconds, scatter.transfer_seconds) == (pytest.approx(200e-9), pytest.approx(110e-9))
+    assert gather.transfer_seconds == pytest.approx(gather.seconds)
+    assert anatomy(trace, 1).collectives[1].transfer_seconds == pytest.approx(110e-9)
+    text = table(anatomy(Trace("x", {n: slower(x) for n, x in trace.devices.items()}, {}), 0))
+    assert re.search(r"transfer ms +waiting ms\n", text)
+    assert re.search(r"reduce-scatter +1 +200.00 +100.00 +- +- +110.00 +90.00\n", text)
+
+
+@pytest.mark.parametrize("lost", [1500, 2500, 3500])
+def test_waiting_is_unknown_where_the_trace_has_one_gpu_or_lost_a_call(lost):
+    one = anatomy(Trace("x", {0: events_of(steps(3))}, {})).collectives[1]
+    fewer = [x for x in steps(3) if not (x.start == lost and "ReduceScatter" in x.name)]
+    trace = Trace("x", {0: events_of(steps(3)), 1: events_of(fewer)}, {})
+    gather, scatter = anatomy(trace, 0).collectives
+    assert one.transfer_seconds is scatter.transfer_seconds is None
+    assert gather.transfer_seconds == pytest.approx(250e-9)
+    assert re.search(r"reduce-scatter +1 .* - +-\n", table(anatomy(trace, 0)))
+    assert "waiting" not in table(anatomy(Trace("x", {0: events_of(steps(3))}, {})))
+
+
+def slower(events):
+    """A nanosecond becomes a millisecond."""
+    return Events(events.kernels, events.index_E, events.start_E * 1e6, events.end_E * 1e6)
+
+
+def test_the_load_of_each_gpu_is_told(trace_file):
+    trace = read(trace_file)
+    step = anatomy(Trace("x", {n: slower(x) for n, x in trace.devices.items()}, {}))
+    assert [load.device for load in step.loads] == [0, 1]
+    assert [load.compute_seconds for load in step.loads] == pytest.approx([0.55, 0.7])
+    # On GPU 0 the gather shows where nothing computes, from 150 to 300.
+    assert [load.exposed_communication_seconds for load in step.loads] == pytest.approx([0.25, 0.1])
+    assert "0: 550.00 + 250.00; 1: 700.00 + 100.00" in table(step)
 
 
 GROUPS = ("gemm", "elementwise", "copy", "all-gather", "all-reduce", "transfer")
@@ -304,6 +343,15 @@ def test_a_microbatch_is_no_step(num_runs):
     assert lengths == ([812] if num_runs == 1 else [1000] * (num_runs - 1))
 
 
+def test_runs_in_which_not_the_same_kernels_got_a_name_are_steps_all_the_same():
+    """Of 20 kernels that a graph launches, the names are known in one run and unknown in the next."""
+    kernels = [Kernel(f"loop_{i}", "", "", MODULE, "command_buffer_1") for i in range(20)]
+    named = [dataclasses.replace(kernel, hlo_op=f"loop.{i}", op_name="a/b") for i, kernel in enumerate(kernels)]
+    start_E = np.arange(80.0)
+    index_E = np.concatenate([np.arange(20) + 20 * (run % 2) for run in range(4)])
+    assert np.diff(find_steps(Events((*kernels, *named), index_E, start_E, start_E + 1))[1]).tolist() == [20, 20, 20]
+
+
 def test_another_program_between_two_steps_costs_time_and_makes_no_step():
     evaluation = [Launch(900, 980, "nvjet_x", "custom-call.1", module="jit_eval_step")]
     step = anatomy(Trace("x", {0: events_of(steps(3, (*STEP, *evaluation)))}, {}))
@@ -313,7 +361,7 @@ def test_another_program_between_two_steps_costs_time_and_makes_no_step():
 
 
 def test_without_op_names_kernels_are_told_by_their_own_and_the_table_says_so(tmp_path):
-    """As kernels of a CUDA graph may be recorded; the loss and the optimiser cannot be told then."""
+    """As the kernels of CUDA graphs are recorded; without the program the loss and the optimiser cannot be told."""
     bare = [dataclasses.replace(x, hlo_op="", op_name="", module="") for x in STEP]
     step = anatomy(read(write_trace(tmp_path / "a.xplane.pb", {0: steps(3, bare)})))
     seconds = {key: round(value * 1e9, 6) for key, value in step.seconds.items() if value}
@@ -336,61 +384,8 @@ def test_equal_kernels_of_unrolled_layers_are_one_line():
 
 def test_the_sizes_of_messages_are_read_from_the_programs_in_a_trace(cpu_profile):
     (file,) = cpu_profile.rglob("*.xplane.pb")
-    sizes = _message_bytes(file.read_bytes())
-    assert {value for (module, _), value in sizes.items() if module == "jit_local"} == {8 * 64 * 32 * 4, 96 * 32 * 4}
-
-
-def encode(fields):
-    """A protobuf message of {number: int, text, message, or a list of such}; every length and number is below 2**21."""
-
-    def varint(n):
-        return bytes([n]) if n < 128 else bytes([n & 127 | 128]) + varint(n >> 7)
-
-    out = b""
-    for number, values in fields.items():
-        for value in values if isinstance(values, list) else [values]:
-            if isinstance(value, tuple):  # packed numbers
-                value = b"".join(map(varint, value))
-            elif isinstance(value, dict):
-                value = encode(value)
-            elif isinstance(value, str):
-                value = value.encode()
-            if isinstance(value, int):
-                out += varint(number << 3) + varint(value)
-            else:
-                out += varint(number << 3 | 2) + varint(len(value)) + value
-    return out
-
-
-def test_the_size_of_an_asynchronous_collective_is_that_of_its_larger_side():
-    """((bf16[512,8]), bf16[2048,8]) of an all-gather-start; of a reduce-scatter the operand, f32[2048,2]."""
-
-    def array(kind, *dims):
-        return {2: kind, 3: dims}
-
-    def both(*shapes):
-        return {2: 13, 4: list(shapes)}
-
-    instructions = [
-        {1: "p.0", 2: "parameter", 3: array(16, 512, 8), 35: 1},
-        {1: "p.1", 2: "parameter", 3: array(11, 2048, 2), 35: 2},
-        {
-            1: "all-gather-start.5",
-            2: "all-gather-start",
-            3: both(both(array(16, 512, 8)), array(16, 2048, 8)),
-            35: 3,
-            36: (1,),
-        },
-        {1: "reduce_scatter.6", 2: "reduce-scatter", 3: array(11, 512, 2), 35: 4, 36: (2,)},
-        {1: "psum.7", 2: "all-reduce", 3: both(array(11), array(11, 3)), 35: 5, 36: (9,)},
-    ]
-    module = {1: "jit_f", 3: [{2: instructions}]}
-    plane = {2: "/host:metadata", 4: {1: 1, 2: {5: {6: {1: module}}}}}
-    assert _message_bytes(encode({1: [{2: "/host:CPU"}, plane]})) == {
-        ("jit_f", "all-gather-start.5"): 2048 * 8 * 2,
-        ("jit_f", "reduce_scatter.6"): 2048 * 2 * 4,
-        ("jit_f", "psum.7"): (1 + 3) * 4,
-    }
+    (program,) = (x for x in programs(file.read_bytes(), range(2**31)).values() if x.name == "jit_local")
+    assert set(program.message_bytes.values()) == {8 * 64 * 32 * 4, 96 * 32 * 4}
 
 
 def test_known_sizes_give_bytes_of_a_step():

@@ -181,9 +181,9 @@ def provenance(commit: str = "") -> dict:
 
 def shown(command: Sequence[object]) -> str:
     """The command as a user would type it in the checkout: a record keeps no path of the machine it was made on."""
-    words = [str(word).removeprefix(f"{ROOT}/") for word in command]
     python = {sys.executable, str(Path(sys.executable).resolve())}
-    return shlex.join("python" if word in python else word for word in words)
+    words = ["python" if word in python else word.removeprefix(f"{ROOT}/") for word in map(str, command)]
+    return shlex.join(words)
 
 
 def gpu_names() -> list[str]:

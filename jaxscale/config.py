@@ -71,6 +71,9 @@ class MeshConfig:
     # ZeRO-3: free each layer's gathered weights after its forward pass and gather them again in the backward pass. False keeps
     # them, all layers' weights in `dtype`, for a third less traffic.
     reshard_after_forward: bool = True
+    # In which a block's weight gradients are summed over devices, if wider than `dtype`. float32: they leave their matrix
+    # products in float32, are never rounded to bfloat16, and twice the bytes move.
+    reduce_dtype: Dtype = Dtype.BFLOAT16
     # Split the residual stream over `tensor` along the sequence between blocks.
     sequence_parallel: bool = True
 
@@ -169,8 +172,8 @@ class Config:
     seq_len: int
     grad_accumulation: int = 1
     seed: int = 0
-    # Of matrix products, activations and the sum of a block's weight gradients over devices; weights, optimiser state, sums
-    # over microbatches and the tables' gradients are float32.
+    # Of matrix products, activations and (but see mesh.reduce_dtype) the sum of a block's weight gradients over devices; weights,
+    # optimiser state, sums over microbatches and the tables' gradients are float32.
     dtype: Dtype = Dtype.BFLOAT16
     remat: Remat = Remat.GEMMS
     # Layers per iteration of the scan over layers.

@@ -18,6 +18,7 @@ so the same model runs on one device. This file needs jax alone; `param` needs f
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 # Slow to fast: the last ones stay inside a node.
@@ -269,13 +271,53 @@ def reshard(tree, shardings):
     return jax.tree.map(move, tree, shardings)
 
 
-def einsum(subscripts: str, *operands, out: str, **options):
-    """`jnp.einsum` whose result has the sharding of the logical axes `out`."""
-    mode = _mode()
-    if mode == AxisType.Explicit:
+def einsum(subscripts: str, *operands, out: str, dtype=None, **options):
+    """`jnp.einsum` whose result has the sharding of the logical axes `out`.
+
+    dtype: of the product of two operands, which are cast to it. The gradient of the second, the weight, leaves its product
+    in the weight's own dtype: in float32, and never rounded, for what `gather(..., reduce_dtype=jnp.float32)` returns.
+    Raises ValueError if `dtype` is given for other than two operands, or without "->".
+    """
+    if dtype is None:
+        return _einsum(subscripts, *operands, out=out, **options)
+    if len(operands) != 2 or "->" not in subscripts:
+        raise ValueError(
+            f"einsum({subscripts!r}) of {len(operands)} operands: with dtype= it takes two and their result, 'BD,DF->BF'"
+        )
+    x, weight = operands[0].astype(dtype), operands[1]
+    product = _einsum if weight.dtype == dtype else _einsum_of_wide_weight
+    return product(subscripts, x, weight, out=out, **options)
+
+
+def _einsum(subscripts, *operands, out, **options):
+    if _mode() == AxisType.Explicit:
         return jnp.einsum(subscripts, *operands, out_sharding=current_rules().spec(out), **options)
     result = jnp.einsum(subscripts, *operands, **options)
     return constrain(result, out)
+
+
+def _einsum_of_wide_weight(subscripts, x, weight, *, out, **options):
+    x_axes, weight_axes, out_axes = re.split(",|->", subscripts.replace(" ", ""))
+    wide = weight.dtype
+
+    @jax.custom_vjp
+    def product(x, weight):
+        return _einsum(subscripts, x, weight.astype(x.dtype), out=out, **options)
+
+    def forward(x, weight):
+        # Where nothing is recomputed, the weight is kept as narrow as it is multiplied.
+        return product(x, weight), (x, weight.astype(x.dtype))
+
+    def backward(residuals, grad):
+        x, weight = residuals
+        (dx,) = jax.linear_transpose(lambda x: _einsum(subscripts, x, weight, out=out, **options), x)(grad)
+        to_weight = options | {"preferred_element_type": wide}
+        if _mode() == AxisType.Explicit:
+            to_weight["out_sharding"] = jax.typeof(weight).sharding.spec
+        return dx, jnp.einsum(f"{x_axes},{out_axes}->{weight_axes}", x, constrain(grad, out), **to_weight)
+
+    product.defvjp(forward, backward)
+    return product(x, weight)
 
 
 def reshape(x, shape: Sequence[int], out: str):
@@ -285,33 +327,65 @@ def reshape(x, shape: Sequence[int], out: str):
     return constrain(jnp.reshape(x, shape), out)
 
 
-def gather(tree, *, dtype=None, over: Sequence[str] = ("fsdp",), axes: str | None = None):
+def gather(
+    tree,
+    *,
+    dtype=None,
+    reduce_dtype=None,
+    over: Sequence[str] = ("fsdp",),
+    axes: str | None = None,
+    name: str | None = None,
+):
     """The arrays whole along the mesh axes `over` and still split along the others, cast to `dtype` first.
 
     This is FSDP's all-gather; its transpose reduce-scatters the gradient, in `dtype`. Call it where the weights are
     used, inside the checkpointed body of a layer scan, so that one layer is whole at a time. On an Auto mesh, arrays
     without metadata need `axes`.
+
+    reduce_dtype: the gradient's, where it is wider than `dtype`. A gradient has the dtype of its array: the arrays are rounded
+    to `dtype` and move as such, but come out in `reduce_dtype`, for products by `einsum(..., dtype=)`.
+    name: of the gathered arrays for a checkpoint policy (`jax.ad_checkpoint.checkpoint_name`), as narrow as they moved.
     """
-    mode = _mode()
 
-    def whole(path, box):
+    def gather_box(path, box):
         path = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-        return jax.tree.map(lambda leaf: gather_leaf(path, box, leaf), box)
+        return jax.tree.map(lambda leaf: gather_leaf(leaf, functools.partial(_whole, path, box, over, axes)), box)
 
-    def gather_leaf(path, box, leaf):
-        if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
-            leaf = leaf.astype(dtype)
-        if mode is None or leaf.ndim == 0:
-            return leaf
-        if mode == AxisType.Explicit:
-            return jax.sharding.reshard(leaf, _without(jax.typeof(leaf).sharding.spec, over))
-        names = _names(axes) if axes is not None else _axes_of(box)
-        if names is None:
-            raise ValueError(f"{path or 'gather'}: on an Auto mesh an array without metadata needs axes=")
-        spec = current_rules().spec(_stacked(path, names, leaf.ndim))
-        return jax.lax.with_sharding_constraint(leaf, _without(spec, over))
+    def gather_leaf(leaf, whole):
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        narrow = jnp.dtype(dtype) if is_float and dtype is not None else leaf.dtype
+        wide = jnp.dtype(reduce_dtype) if is_float and reduce_dtype is not None else narrow
 
-    return jax.tree_util.tree_map_with_path(whole, tree, is_leaf=_is_box)
+        def gathered(leaf):
+            moved = whole(leaf.astype(narrow))
+            return moved if name is None else checkpoint_name(moved, name)
+
+        if wide.itemsize <= narrow.itemsize:
+            return gathered(leaf)
+        return _with_gradient_of(lambda leaf: whole(leaf.astype(wide)), lambda leaf: gathered(leaf).astype(wide), leaf)
+
+    return jax.tree_util.tree_map_with_path(gather_box, tree, is_leaf=_is_box)
+
+
+def _whole(path, box, over, axes, leaf):
+    mode = _mode()
+    if mode is None or leaf.ndim == 0:
+        return leaf
+    if mode == AxisType.Explicit:
+        return jax.sharding.reshard(leaf, _without(jax.typeof(leaf).sharding.spec, over))
+    names = _names(axes) if axes is not None else _axes_of(box)
+    if names is None:
+        raise ValueError(f"{path or 'gather'}: on an Auto mesh an array without metadata needs axes=")
+    spec = current_rules().spec(_stacked(path, names, leaf.ndim))
+    return jax.lax.with_sharding_constraint(leaf, _without(spec, over))
+
+
+def _with_gradient_of(linear, function, x):
+    """`function(x)` with the gradient of `linear(x)`, whose result is of the same type."""
+    transpose = jax.linear_transpose(linear, jax.typeof(x))
+    differentiated = jax.custom_vjp(function)
+    differentiated.defvjp(lambda x: (function(x), None), lambda _, grad: transpose(grad))
+    return differentiated(x)
 
 
 def _without(spec, over) -> PartitionSpec:

@@ -216,6 +216,72 @@ def test_outside_use_every_call_is_plain():
     np.testing.assert_array_equal(shd.shard_map(lambda x: 2 * x, in_axes=("a b",), out_axes="a b")(x), 2 * x)
 
 
+@pytest.fixture
+def product():
+    """A weight that bfloat16 does not hold; inputs of a product and slopes of its result that it does."""
+    rng = np.random.default_rng(0)
+    x_BSD, slope_BSF = (rng.normal(size=(16, 64, size)).astype(jnp.bfloat16) for size in (8, 16))
+    return rng.normal(size=(8, 16)).astype(np.float32), x_BSD, slope_BSF
+
+
+def sloped_product(weight_DF, x_BSD, slope_BSF):
+    """sum(y * slope) of a bfloat16 product y with a gathered weight, whose gradient is to be float32."""
+    weight_DF = shd.gather(weight_DF, dtype=jnp.bfloat16, reduce_dtype=jnp.float32, axes="embed mlp", name="gathered")
+    y_BSF = shd.einsum("BSD,DF->BSF", x_BSD, weight_DF, out="batch seq mlp", dtype=jnp.bfloat16)
+    assert weight_DF.dtype == jnp.float32 and y_BSF.dtype == jnp.bfloat16
+    return jnp.sum((y_BSF * shd.constrain(slope_BSF, "batch seq mlp")).astype(jnp.float32))
+
+
+def assert_gradients_are_those_of(product, dweight_DF, dx_BSD):
+    weight_DF, x_BSD, slope_BSF = (np.asarray(x, np.float64) for x in product)
+    assert dweight_DF.dtype == jnp.float32 and dx_BSD.dtype == jnp.bfloat16
+    # Sums of 1024 products of size 1, to 32: float32 is off by 1e-5, bfloat16 by 0.1.
+    np.testing.assert_allclose(dweight_DF, np.einsum("bsd,bsf->df", x_BSD, slope_BSF), atol=1e-4)
+    expected_BSD = np.einsum("df,bsf->bsd", weight_DF, slope_BSF)
+    assert np.linalg.norm(np.asarray(dx_BSD, np.float64) - expected_BSD) < 1e-2 * np.linalg.norm(expected_BSD)
+
+
+def test_the_weight_gradient_of_a_bfloat16_product_can_be_float32(mesh, product):
+    weight_DF, x_BSD, slope_BSF = product
+    placement = shd.shardings(weight_DF, [("", "embed mlp")], mesh=mesh, rules=RULES)
+    with shd.use(mesh, RULES):
+        x_BSD = shd.global_array(lambda index: x_BSD[index], x_BSD.shape, "batch seq act_embed")
+        differentiated = jax.jit(jax.grad(sloped_product, (0, 1)), out_shardings=(placement, x_BSD.sharding))
+        assert_gradients_are_those_of(product, *differentiated(jax.device_put(weight_DF, placement), x_BSD, slope_BSF))
+
+
+def test_without_a_mesh_it_can_too(product):
+    assert_gradients_are_those_of(product, *jax.grad(sloped_product, (0, 1))(*map(jnp.asarray, product)))
+
+
+def test_a_reduce_dtype_that_is_no_wider_has_no_effect(mesh):
+    with shd.use(mesh, RULES):
+        w = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("fsdp", "tensor")))
+        for dtype, reduce_dtype in ((jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.bfloat16), (None, jnp.float32)):
+            options = dict(dtype=dtype, axes="embed mlp")
+            plain = jax.make_jaxpr(lambda w, options=options: shd.gather(w, **options))(w)
+            options["reduce_dtype"] = reduce_dtype
+            assert str(jax.make_jaxpr(lambda w, options=options: shd.gather(w, **options))(w)) == str(plain)
+
+
+def test_what_a_checkpoint_keeps_of_a_gathered_weight_is_bfloat16(mesh, product, capsys):
+    policy = jax.checkpoint_policies.save_only_these_names("gathered")
+    with shd.use(mesh, RULES):
+        placed = jax.device_put(product[0], shd.shardings(product[0], [("", "embed mlp")]))
+        kept = jax.checkpoint(sloped_product, policy=policy)
+        jax.ad_checkpoint.print_saved_residuals(kept, placed, *map(jnp.asarray, product[1:]))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
+    assert len(lines) == 1 and lines[0].startswith("bf16[8") and "'gathered'" in lines[0], lines
+
+
+def test_a_product_in_a_dtype_is_of_two_operands():
+    x = jnp.ones((2, 2))
+    with pytest.raises(ValueError, match="'ab,bc,cd->ad'.* of 3 operands: with dtype= it takes two and their result"):
+        shd.einsum("ab,bc,cd->ad", x, x, x, out="_ _", dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match="'ab,bc'.* of 2 operands"):
+        shd.einsum("ab,bc", x, x, out="_ _", dtype=jnp.bfloat16)
+
+
 def test_constrain_moves_an_array(mesh):
     with shd.use(mesh, RULES):
         x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data", None)))

@@ -146,8 +146,8 @@ def _block(c: Config, segments_BS, positions_BS, execution: Execution):
     lengths_BM = document_lengths(segments_BS, execution.max_documents)
 
     def body(x_BSD, block: Block):
-        block = shd.gather(block, dtype=jnp.dtype(execution.dtype))
-        block = jax.tree.map(lambda weight: checkpoint_name(weight, "gathered"), block)
+        dtype, reduce_dtype = jnp.dtype(execution.dtype), jnp.dtype(execution.reduce_dtype)
+        block = shd.gather(block, dtype=dtype, reduce_dtype=reduce_dtype, name="gathered")
         x_BSD = x_BSD + block.attend(x_BSD, cos_sin, segments_BS, lengths_BM, execution)
         x_BSD = checkpoint_name(x_BSD, "residual")
         return x_BSD + block.feed_forward(x_BSD), None
@@ -186,7 +186,9 @@ class Block(nnx.Module):
         q_BSNH, k_BSKH = rope.rotate(q_BSNH, *cos_sin), rope.rotate(k_BSKH, *cos_sin)
         q_BSNH, k_BSKH, v_BSKH = (checkpoint_name(x, "qkv") for x in (q_BSNH, k_BSKH, v_BSKH))
         out_BSNH = attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, window=self.c.window, execution=execution)
-        return shd.einsum("BSNH,DNH->BSD", out_BSNH, self.out[...], out="batch residual_seq act_embed")
+        return shd.einsum(
+            "BSNH,DNH->BSD", out_BSNH, self.out[...], out="batch residual_seq act_embed", dtype=x_BSD.dtype
+        )
 
     def _project(self, x_BSD):
         """Queries [B, S, N, H], keys and values [B, S, K, H]."""
@@ -194,20 +196,20 @@ class Block(nnx.Module):
         q_shape = (*x_BSD.shape[:2], self.c.num_heads, self.c.head_dim())
         weight, bias = self.qkv[...], self.qkv_bias[...] if self.c.qkv_bias else None
         if shd.mesh_axes("kv_heads") == shd.mesh_axes("heads"):
-            qkv_BSKMH = shd.einsum("BSD,DKMH->BSKMH", x_BSD, weight, out="batch seq kv_heads _ head")
-            qkv_BSKMH = qkv_BSKMH if bias is None else qkv_BSKMH + bias
+            qkv_BSKMH = shd.einsum("BSD,DKMH->BSKMH", x_BSD, weight, out="batch seq kv_heads _ head", dtype=x_BSD.dtype)
+            qkv_BSKMH = qkv_BSKMH if bias is None else _plus(qkv_BSKMH, bias)
             q_BSKGH, k_BSK1H, v_BSK1H = jax.lax.split(qkv_BSKMH, (group, 1, 1), axis=3)
             q_BSNH = shd.reshape(q_BSKGH, q_shape, out="batch seq heads head")
         else:
             # More devices than key heads: the queries are split, keys and values computed on every device.
             q_DNH = weight[:, :, :group].reshape(-1, *q_shape[2:])
-            q_BSNH = shd.einsum(
-                "BSD,DNH->BSNH", x_BSD, shd.constrain(q_DNH, "_ heads head"), out="batch seq heads head"
-            )
-            kv_BSKMH = shd.einsum("BSD,DKMH->BSKMH", x_BSD, weight[:, :, group:], out="batch seq kv_heads _ head")
+            q_DNH = shd.constrain(q_DNH, "_ heads head")
+            q_BSNH = shd.einsum("BSD,DNH->BSNH", x_BSD, q_DNH, out="batch seq heads head", dtype=x_BSD.dtype)
+            kv_DKMH = weight[:, :, group:]
+            kv_BSKMH = shd.einsum("BSD,DKMH->BSKMH", x_BSD, kv_DKMH, out="batch seq kv_heads _ head", dtype=x_BSD.dtype)
             if bias is not None:
-                q_BSNH = q_BSNH + shd.constrain(bias[:, :group].reshape(q_shape[2:]), "heads head")
-                kv_BSKMH = kv_BSKMH + bias[:, group:]
+                q_BSNH = _plus(q_BSNH, shd.constrain(bias[:, :group].reshape(q_shape[2:]), "heads head"))
+                kv_BSKMH = _plus(kv_BSKMH, bias[:, group:])
             k_BSK1H, v_BSK1H = jax.lax.split(kv_BSKMH, (1, 1), axis=3)
         return q_BSNH, k_BSK1H[:, :, :, 0], v_BSK1H[:, :, :, 0]
 
@@ -215,8 +217,15 @@ class Block(nnx.Module):
         x_BSD = rms_norm(x_BSD, self.mlp_norm[...], eps=self.c.norm_eps)
         x_BSD = shd.constrain(x_BSD, "batch seq act_embed")
         gate_BSF, up_BSF = (
-            checkpoint_name(shd.einsum("BSD,DF->BSF", x_BSD, weight[...], out="batch seq mlp"), "gate_up")
+            checkpoint_name(
+                shd.einsum("BSD,DF->BSF", x_BSD, weight[...], out="batch seq mlp", dtype=x_BSD.dtype), "gate_up"
+            )
             for weight in (self.gate, self.up)
         )
         h_BSF = swiglu(gate_BSF, up_BSF)
-        return shd.einsum("BSF,DF->BSD", h_BSF, self.down[...], out="batch residual_seq act_embed")
+        return shd.einsum("BSF,DF->BSD", h_BSF, self.down[...], out="batch residual_seq act_embed", dtype=x_BSD.dtype)
+
+
+def _plus(x, bias):
+    """x + bias in x's dtype; the bias's gradient is summed in its own, which may be wider (`reduce_dtype`)."""
+    return (x.astype(bias.dtype) + bias).astype(x.dtype)

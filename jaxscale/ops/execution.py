@@ -30,6 +30,8 @@ class Execution:
     """None of it changes what is computed, but for rounding."""
 
     dtype: Dtype = Dtype.BFLOAT16
+    # Of the sum of a block's weight gradients over devices, if wider than `dtype`.
+    reduce_dtype: Dtype = Dtype.BFLOAT16
     remat: Remat = Remat.NONE
     # Weights gathered for the forward pass are kept for the backward pass.
     keep_gathered: bool = False
@@ -47,8 +49,9 @@ class Execution:
 def execution_of(config: Config, device: Any) -> Execution:
     """The run's choices, on devices like this one."""
     return Execution(
-        dtype=config.dtype, remat=config.remat, keep_gathered=not config.mesh.reshard_after_forward,
-        scan_unroll=config.scan_unroll, is_unrolled=config.scan_unroll == config.model.num_layers,
+        dtype=config.dtype, reduce_dtype=config.mesh.reduce_dtype, remat=config.remat,
+        keep_gathered=not config.mesh.reshard_after_forward, scan_unroll=config.scan_unroll,
+        is_unrolled=config.scan_unroll == config.model.num_layers,
         attention=config.attention, max_documents=config.data.max_documents_per_row, platform=device.platform,
         compute_capability=getattr(device, "compute_capability", "9.0"),
     )  # fmt: skip

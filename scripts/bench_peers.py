@@ -24,7 +24,6 @@ import time
 from pathlib import Path
 
 from absl import app, flags
-from ml_collections import config_flags
 
 from jaxscale import bench
 from jaxscale import config as run_config
@@ -75,12 +74,6 @@ class MissingPeerError(RuntimeError):
     """The peer is not installed, or cannot use the GPUs; the message says how to install it."""
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-    """Takes this script's flags; what is left is the config and its settings."""
-    flags.FLAGS.set_gnu_getopt()
-    return flags.FLAGS(argv, known_only=True)
-
-
 def main(argv: list[str]) -> int:
     folder = Path(WORKDIR.value or tempfile.mkdtemp(prefix="bench_peers_")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +98,7 @@ def compare(settings: list[str], folder: Path) -> dict:
     runners = {"jaxscale": run_jaxscale, "torchtitan": run_torchtitan}
     if unknown := set(ORDER.value) - set(runners):
         raise ValueError(f"--order: {min(unknown)!r} is not one of {', '.join(runners)}")
-    config = read_config(settings)
+    config = bench.read_config(settings)
     flavor = flavor_of(config.model)
     versions = peer_versions(PEER_PYTHON.value)
     gpus = bench.gpu_names()
@@ -136,21 +129,6 @@ def compare(settings: list[str], folder: Path) -> dict:
         "peer_versions": versions,
         **bench.provenance(COMMIT.value),
     }
-
-
-def read_config(settings: list[str]) -> run_config.Config:
-    """The config that these words of a command line say. Raises ValueError."""
-    values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=["", *settings])
-    try:
-        words = values(["", *settings])[1:]
-        if holder.value is None or words:
-            raise ValueError(f"{words[0]!r} is no flag" if words else "name a config: --config=FILE")
-        config = run_config.from_config_dict(holder.value)
-    except (flags.Error, AttributeError, KeyError, OSError) as error:  # ml_collections' own
-        raise ValueError(f"{shlex.join(settings)}: {error}") from None
-    run_config.validate(config)
-    return config
 
 
 def flavor_of(model) -> str:
@@ -375,4 +353,4 @@ def table(record: dict) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=bench.parse_flags)

@@ -44,12 +44,6 @@ SETTINGS = (
 EXIT_INTERRUPTED = 130
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-    """Takes this script's flags; what is left, the config and its settings, goes to scripts/train.py as it is."""
-    flags.FLAGS.set_gnu_getopt()
-    return flags.FLAGS(argv, known_only=True)
-
-
 def main(argv: list[str]) -> int:
     folder = make_folder()
     try:
@@ -224,4 +218,4 @@ def show(value: float | None, form: str) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=bench.parse_flags)

@@ -24,7 +24,6 @@ import json
 import logging
 import math
 import re
-import shlex
 import statistics
 import sys
 import time
@@ -34,7 +33,6 @@ from typing import Any
 
 import jax
 from absl import app, flags
-from ml_collections import config_flags
 
 from jaxscale import bench, xla
 from jaxscale import config as run_config
@@ -86,12 +84,6 @@ class Timed:
         return self.step.plan.config.grad_accumulation
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-    """Takes this script's flags; what is left is the config and its settings."""
-    flags.FLAGS.set_gnu_getopt()
-    return flags.FLAGS(argv, known_only=True)
-
-
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
     left_out: dict[str, str] = {}  # name to reason
@@ -99,7 +91,7 @@ def main(argv: list[str]) -> int:
         xla.set_environment()
         variants = read_variants(VARIANTS.value)
         check_profiles(variants)
-        config = read_config(argv[1:])
+        config = bench.read_config(argv[1:])
         corpus = open_dataset(config.data, seed=config.seed, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
         xla.enable_compilation_cache()
         plans = make_plans(variants, config, argv[1:], corpus, left_out)
@@ -153,21 +145,6 @@ def check_profiles(variants: list[Variant]) -> None:
         raise ValueError("--profile writes to a folder: name one, --workdir=DIR")
 
 
-def read_config(settings: list[str]) -> Config:
-    """The config that these words of a command line say. Raises ValueError."""
-    values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=["", *settings])
-    try:
-        words = values(["", *settings])[1:]
-        if holder.value is None or words:
-            raise ValueError(f"{words[0]!r} is no flag" if words else "name a config: --config=FILE")
-        config = run_config.from_config_dict(holder.value)
-    except (flags.Error, AttributeError, KeyError, OSError) as error:  # ml_collections' own
-        raise ValueError(f"{shlex.join(settings)}: {error}") from None
-    run_config.validate(config)
-    return config
-
-
 def config_of(variant: Variant, common: Config, words: list[str]) -> Config:
     """The config of these words of a command line, which is `common`, as the variant changes it. Raises ValueError."""
     changes = [setting for setting in variant.settings if setting not in options_of(variant)]
@@ -178,7 +155,7 @@ def config_of(variant: Variant, common: Config, words: list[str]) -> Config:
             raise ValueError(f"config.{key} is the same for all variants: set it with --config.{setting}")
         if key == "xla_options":
             raise ValueError("config.xla_options: write the options alone, such as xla_gpu_enable_triton_gemm=false")
-    config = read_config([*words, *(f"--config.{setting}" for setting in changes)])
+    config = bench.read_config([*words, *(f"--config.{setting}" for setting in changes)])
     return dataclasses.replace(config, xla_options=(*config.xla_options, *options_of(variant)))
 
 
@@ -460,4 +437,4 @@ def cells(name: str, each: dict) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=bench.parse_flags)

@@ -47,7 +47,7 @@ for word in rest[:rest.index("--")]:
     assert hasattr(script, name)
     setattr(script, name, Path(value))
 sys.argv = [path, *rest[rest.index("--") + 1:]]
-app.run(script.main, flags_parser=script.parse_flags)
+app.run(script.main, flags_parser=script.bench.parse_flags)
 """
 
 # Stands for scripts/train.py: does as many steps as it is let.
@@ -277,7 +277,7 @@ loads_a_config = pytest.mark.filterwarnings("ignore:the load_module\\(\\) method
 @loads_a_config
 @pytest.mark.parametrize(("file", "flavor"), [("llama3_8b", "8B"), ("llama3_70b", "70B")])
 def test_a_llama_config_has_the_name_that_torchtitan_gives_it(file, flavor):
-    assert bench_peers.flavor_of(bench_peers.read_config([f"--config={ROOT}/configs/{file}.py"]).model) == flavor
+    assert bench_peers.flavor_of(bench.read_config([f"--config={ROOT}/configs/{file}.py"]).model) == flavor
 
 
 @loads_a_config
@@ -294,7 +294,7 @@ def test_a_llama_config_has_the_name_that_torchtitan_gives_it(file, flavor):
     ],
 )
 def test_a_model_that_torchtitan_has_not_is_refused_with_those_it_has(settings, told):
-    config = bench_peers.read_config(["--config", f"{ROOT}/configs/llama3_8b.py", *settings])
+    config = bench.read_config(["--config", f"{ROOT}/configs/llama3_8b.py", *settings])
     with pytest.raises(ValueError, match=told):
         bench_peers.flavor_of(config.model)
 
@@ -314,7 +314,7 @@ def test_a_model_that_torchtitan_has_not_is_refused_with_those_it_has(settings, 
 )
 def test_a_mistake_in_the_config_is_a_value_error(settings, told):
     with pytest.raises(ValueError, match=told):
-        bench_peers.read_config([word.format(f"{ROOT}/configs/llama3_8b.py") for word in settings])
+        bench.read_config([word.format(f"{ROOT}/configs/llama3_8b.py") for word in settings])
 
 
 # Stands for a Python with torchtitan: says what it has, then prints the log of a run and leaves a worker behind.
@@ -368,9 +368,7 @@ def compare(tmp_path, monkeypatch, capsys):
 
     def compare(*arguments, peer):
         with flagsaver.flagsaver():
-            code = bench_peers.main(
-                bench_peers.parse_flags(["bench_peers.py", *config, f"--peer_python={peer}", *arguments])
-            )
+            code = bench_peers.main(bench.parse_flags(["bench_peers.py", *config, f"--peer_python={peer}", *arguments]))
         return code, *capsys.readouterr()
 
     return compare

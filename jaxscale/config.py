@@ -179,8 +179,8 @@ class Config:
     # Layers per iteration of the scan over layers.
     scan_unroll: int = 1
     attention: Attention = Attention.AUTO
-    # XLA's options for compiling the step, "name=value" each, such as "xla_gpu_enable_triton_gemm=false"; they win over
-    # those that jaxscale sets (jaxscale/xla.py).
+    # XLA's options for compiling the step, "name=value" each, such as "xla_gpu_enable_triton_gemm=false", and JAX's
+    # "optimization_level=O1"; they win over those that jaxscale sets (jaxscale/xla.py).
     xla_options: tuple[str, ...] = ()
     # Weight of log(sum(exp(logits)))**2 in the loss (PaLM, section 5); 0: off.
     z_loss: float = 0.0
@@ -212,7 +212,7 @@ def validate(config: Config) -> None:
     if config.sample.tokens and not config.sample.prompt:
         raise ValueError("config.sample.prompt='': write at least one character, or set config.sample.tokens=0")
     for option in config.xla_options:
-        if not re.fullmatch(r"xla_\w+=.*", option):
+        if not re.fullmatch(r"(xla_\w+|optimization_level)=.*", option):
             raise ValueError(
                 f"config.xla_options={option!r}: write name=value with a name that begins with xla_, such as "
                 f"'xla_gpu_enable_triton_gemm=false'"

@@ -227,6 +227,9 @@ def _spellings(name: str, value: Any) -> list[tuple[str, Any]]:
 
 
 _UNKNOWN = "unknown"
+# JAX's own, not one of XLA's debug options: how much the compiler may do, as jax.config.jax_optimization_level.
+OPTIMIZATION_LEVEL = "optimization_level"
+_LEVELS = ("O0", "O1", "O2", "O3")
 # Options are read in order, and this one ends the reading: nothing is compiled, so that none has an effect here.
 _LAST = "xla_jaxscale_reads_no_further"
 _PROGRAM = (
@@ -237,6 +240,8 @@ _PROGRAM = (
 @functools.lru_cache(maxsize=None, typed=True)
 def _refusal(name: str, value: Any) -> str | None:
     """What the installed jaxlib has against a compiler option: None, _UNKNOWN, or XLA's words about the value."""
+    if name == OPTIMIZATION_LEVEL:
+        return None if value in _LEVELS else f"{value!r} is not one of {', '.join(_LEVELS)}"
     from jaxlib import xla_client
 
     options = xla_client.CompileOptions()

@@ -3,9 +3,9 @@
     python scripts/bench_variants.py --config configs/llama3_8b.py [--config.x=y ...] --variant='base' --pairs \\
         --variant='no_triton: xla_gpu_enable_triton_gemm=false' --variant='kept: mesh.reshard_after_forward=False'
 
-A variant is a name and settings between spaces: compiler options of XLA (their names begin with xla_) and keys of the
-config. The first is what the others are compared with; --pairs adds the others two at a time. Prints a table and, last,
-one JSON record.
+A variant is a name and settings between spaces: compiler options of XLA (their names begin with xla_), optimization_level,
+and keys of the config. The first is what the others are compared with; --pairs adds the others two at a time. Prints a
+table and, last, one JSON record.
 
 Steps on H100 and H200 sit at the limit of the card's power: their time drifts by 1 to 3% with its temperature, and from
 one machine to the next, so runs one after the other cannot tell a difference of 1%. Here every round times every
@@ -160,8 +160,8 @@ def config_of(variant: Variant, common: Config, words: list[str]) -> Config:
 
 
 def options_of(variant: Variant) -> list[str]:
-    """XLA's."""
-    return [setting for setting in variant.settings if re.match(r"xla_(?!options=)", setting)]
+    """XLA's, and JAX's optimization_level."""
+    return [text for text in variant.settings if re.match(r"xla_(?!options=)|optimization_level=", text)]
 
 
 # Before anything is measured.

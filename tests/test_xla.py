@@ -96,11 +96,18 @@ def test_an_unknown_option_is_named_once_and_ignored(text, hint, caplog):
         ("xla_gpu_autotune_level=1.5", "'1.5' is not a valid int32 value"),
         ("xla_gpu_all_gather_combine_threshold_bytes=1G", "'1G' is not a valid int64 value"),
         ("xla_gpu_enable_command_buffer=EVERYTHING", "'EVERYTHING' is not a valid enum value"),
+        ("optimization_level=4", "'4' is not one of O0, O1, O2, O3"),
     ],
 )
 def test_a_value_that_xla_cannot_read_is_a_mistake(text, reason):
     with pytest.raises(ValueError, match=f"config.xla_options='{text}': {reason}; correct it"):
         options_of(text)
+
+
+def test_jaxs_optimization_level_is_an_option_too():
+    options = options_of("optimization_level=O1", platform="cpu")
+    assert options == {"optimization_level": "O1"}
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
 
 
 def test_an_option_of_another_platform_is_named_and_ignored(caplog):

@@ -13,13 +13,17 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 
+# Beside descriptions of cards: the kernels that XLA chose on them by timing, CARD-jaxlibVERSION.autotune.txtpb, as
+# xla_gpu_dump_autotune_results_to writes them. Their keys are hashes of card, XLA's code generators and operation: what another
+# driver or program has not in there is timed as ever.
+TARGETS = Path(__file__).parent / "targets"
 
 # The share of a GPU's memory that JAX takes.
 MEMORY_FRACTION = "0.92"
@@ -132,20 +136,35 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def compiler_options(config: Any, sizes: dict[str, int], *, platform: str) -> dict[str, Any]:
+def compiler_options(config: Any, sizes: dict[str, int], *, platform: str, device_kind: str = "") -> dict[str, Any]:
     """For jax.jit of the train step: OPTIONS that apply, and config.xla_options, as the installed jaxlib names them.
 
-    sizes: of the mesh axes; platform: of the devices. What this jaxlib has not, or is for another platform, is left out
-    with a line in the log. Touches no device: jaxlib's CPU compiler reads the options, 4 ms each, and compiles nothing.
-    Raises ValueError for a user's option with a value that XLA cannot read.
+    sizes: of the mesh axes; platform and device_kind: of the devices ("gpu", "NVIDIA H200"). What this jaxlib has not, or is
+    for another platform, is left out with a line in the log. Touches no device: jaxlib's CPU compiler reads the options,
+    4 ms each, and compiles nothing. Raises ValueError for a user's option with a value that XLA cannot read.
     """
-    return _derived(config, sizes, platform) | _users(config.xla_options, platform)
+    options = (*OPTIONS, *chosen_kernels(device_kind))
+    return _derived(options, config, sizes, platform) | _users(config.xla_options, platform)
 
 
-def _derived(config: Any, sizes: dict[str, int], platform: str) -> dict[str, Any]:
+def chosen_kernels(device_kind: str) -> list[Option]:
+    """The option that loads what was chosen on such a card with this jaxlib, if it is in TARGETS."""
+    version = metadata.version("jaxlib")
+    return [
+        Option(
+            "xla_gpu_load_autotune_results_from", str(path), "none",
+            "the same kernels in every run, without timing them first",
+            "16 s of the first compilation, which else takes 38 s (Llama-3-8B, 4 x H200, jax 0.11.2)",
+        )
+        for path in sorted(TARGETS.glob(f"*-jaxlib{version}.autotune.txtpb"))
+        if path.name.partition("-")[0] in device_kind.lower().split()
+    ]  # fmt: skip
+
+
+def _derived(options: Iterable[Option], config: Any, sizes: dict[str, int], platform: str) -> dict[str, Any]:
     flags = os.environ.get("XLA_FLAGS", "")
     known: dict[str, Any] = {}
-    for option in OPTIONS:
+    for option in options:
         if not option.applies(config, sizes) or not _is_for(option.name, platform) or f"--{option.name}=" in flags:
             continue
         try:
@@ -190,7 +209,10 @@ def _variable_lines(platform: str) -> Iterator[str]:
 
 
 def _option_lines(options: dict[str, Any]) -> Iterator[str]:
-    derived = {spelling: option for option in OPTIONS for spelling in _spellings(option.name, option.value)}
+    shipped = chosen_kernels(" ".join(path.name.partition("-")[0] for path in TARGETS.glob("*.autotune.txtpb")))
+    derived = {
+        spelling: option for option in (*OPTIONS, *shipped) for spelling in _spellings(option.name, option.value)
+    }
     for name, value in options.items():
         if option := derived.get((name, value)):
             yield f"compiler option: {name}={value} (default: {option.default}): {option.why}; {option.gain}"

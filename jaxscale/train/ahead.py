@@ -58,7 +58,9 @@ def devices_of(target: str, *, hosts: int, gpus_per_host: int) -> list[jax.Devic
 
 def _description(target: str) -> str:
     folder = resources.files("jaxscale") / "targets"
-    names = sorted(file.name.removesuffix(".txtpb") for file in folder.iterdir() if file.name.endswith(".txtpb"))
+    names = sorted(
+        name.removesuffix(".txtpb") for file in folder.iterdir() if re.fullmatch(r"\w+\.txtpb", name := file.name)
+    )
     if target not in names:
         raise ValueError(f"target={target!r} is not one of {', '.join(names)}")
     return (folder / f"{target}.txtpb").read_text()

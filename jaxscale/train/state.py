@@ -53,6 +53,7 @@ def make_plan(config: Config, sizes: dict[str, int], *, devices=None) -> Plan:
     Raises ValueError for sizes that the mesh axes do not divide. Touches no memory of the devices.
     """
     mesh = shd.make_mesh(sizes, devices=devices, axis_types=str(config.mesh.axis_types))
+    device = mesh.devices.flat[0]
     split = make_rules(config, sizes)
     whole = split.replace(embed=None)
     rules = split if config.mesh.zero == 3 else whole
@@ -64,12 +65,12 @@ def make_plan(config: Config, sizes: dict[str, int], *, devices=None) -> Plan:
     step = jax.ShapeDtypeStruct((), jnp.int32)
     specs = functools.partial(shd.shardings, mesh=mesh)
     return Plan(
-        config=config, mesh=mesh, rules=rules, execution=execution_of(config, mesh.devices.flat[0]), graphdef=graphdef, schedule=schedule, optimizer=optimizer,
+        config=config, mesh=mesh, rules=rules, execution=execution_of(config, device), graphdef=graphdef, schedule=schedule, optimizer=optimizer,
         abstract=TrainState(step, params, opt_state),
         shardings=TrainState(specs(step, rules=rules), specs(params, rules=rules), specs(opt_state, rules=split)),
         gradient_shardings=specs(params, rules=split if config.mesh.zero >= 2 else whole),
         update_shardings=specs(params, rules=split),
-        compiler_options=xla.compiler_options(config, sizes, platform=mesh.devices.flat[0].platform),
+        compiler_options=xla.compiler_options(config, sizes, platform=device.platform, device_kind=device.device_kind),
     )  # fmt: skip
 
 

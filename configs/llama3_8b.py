@@ -2,8 +2,8 @@
 
     python scripts/train.py --config configs/llama3_8b.py --workdir runs/llama3_8b --config.data.path=...
 
-Hardware: 4 or more H200, or 8 or more H100, of one node (FSDP over all of them). Expect 11,100 tokens/s a
-GPU and 111 GiB on 4 H200, compiled in 32 s (docs/benchmarks.md).
+Hardware: 4 or more H200, or 8 or more H100, of one node (FSDP over all of them). Expect 11,000 tokens/s a
+GPU and 111 GiB on 4 H200, compiled in 19 s (docs/benchmarks.md).
 """
 
 from jaxscale.config import Config, DataConfig, MeshConfig, Remat

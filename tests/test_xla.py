@@ -1,5 +1,6 @@
 """What XLA is told: options are checked against the installed jaxlib, and nothing a user writes there aborts a run."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -146,7 +147,8 @@ def test_the_check_starts_no_device_and_compiles_nothing(tmp_path):
         from jax._src import xla_bridge
         from jaxscale import xla
         config = SimpleNamespace(xla_options=("xla_dump_to={tmp_path}/dump", "xla_gpu_autotune_level=2"))
-        assert len(xla.compiler_options(config, {{}}, platform="gpu")) == 2 + len(xla.OPTIONS)
+        options = xla.compiler_options(config, {{"fsdp": 1}}, platform="gpu", device_kind="NVIDIA H200")
+        assert {{"xla_dump_to", "xla_gpu_autotune_level", "xla_gpu_graph_min_graph_size"}} <= set(options)
         assert not xla_bridge.backends_are_initialized()
     """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
@@ -193,6 +195,37 @@ def test_every_option_that_jaxscale_sets_is_known_here():
     for option in OPTIONS:
         assert None in [xla._refusal(*spelling) for spelling in xla._spellings(option.name, option.value)], option
         assert option.why and option.gain and option.default
+
+
+def test_overlap_is_for_the_layout_it_was_measured_on():
+    (overlap,) = (option for option in OPTIONS if option.name.endswith("parallel_collective_overlap_limit"))
+    unrolled = small_config(scan_unroll=1)  # of one layer
+    assert overlap.applies(unrolled, SIZES)
+    assert not overlap.applies(unrolled, SIZES | dict(fsdp=1))
+    assert not overlap.applies(unrolled, SIZES | dict(tensor=2))
+    scanned = dataclasses.replace(unrolled, model=dataclasses.replace(unrolled.model, num_layers=2))
+    assert not overlap.applies(scanned, SIZES)
+
+
+def test_kernels_chosen_on_a_card_are_loaded_there(monkeypatch, tmp_path):
+    version = metadata.version("jaxlib")
+    for name in (f"h200-jaxlib{version}", f"h100-jaxlib{version}", "h200-jaxlib0.0.1"):
+        (tmp_path / f"{name}.autotune.txtpb").touch()
+    monkeypatch.setattr(xla, "TARGETS", tmp_path)
+
+    def loaded(device_kind, *texts, platform="gpu"):
+        return xla.compiler_options(
+            SimpleNamespace(xla_options=texts), SIZES, platform=platform, device_kind=device_kind
+        )
+
+    mine = {"xla_gpu_load_autotune_results_from": str(tmp_path / f"h200-jaxlib{version}.autotune.txtpb")}
+    assert loaded("NVIDIA H200") == mine
+    assert "h100-" in loaded("NVIDIA H100 80GB HBM3")["xla_gpu_load_autotune_results_from"]
+    assert loaded("NVIDIA GB200") == loaded("NVIDIA H20") == loaded("NVIDIA H200", platform="cpu") == {}
+    own = "xla_gpu_load_autotune_results_from"
+    assert loaded("NVIDIA H200", f"{own}=my.txtpb") == {own: "my.txtpb"}
+    assert "the same kernels in every run" in xla.describe(mine, platform="gpu")
+    assert "from config.xla_options" in xla.describe({own: "my.txtpb"}, platform="gpu").splitlines()[-1]
 
 
 # Where they go.

@@ -9,9 +9,11 @@ import importlib.util
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
-from jaxscale.config import Dtype, Remat
+from jaxscale import xla
+from jaxscale.config import Dtype, MeshConfig, Remat
 from jaxscale.ops import loss
 from jaxscale.train import ahead, fit
 
@@ -155,6 +157,21 @@ def test_gradients_summed_in_float32_send_more_and_compute_the_same(compiled, hl
 def test_the_predicted_memory_is_within_bounds(compiled):
     # 8 layers on 8 GPUs, a row each; 15.5 GiB on jax 0.10.2 and 0.11.2
     assert 14 < fit.predicted_memory_gib(compiled) < 17
+
+
+def test_the_kernels_chosen_on_an_h200_are_those_of_the_program(config_8b):
+    devices = ahead.devices_of("h200", hosts=1, gpus_per_host=4)
+    if not xla.chosen_kernels(devices[0].device_kind):
+        pytest.skip("none are shipped for this jaxlib")
+    # Unrolled, as on the H200s; without what `ahead` sets where nothing has been timed.
+    config = config_8b(scan_unroll=LAYERS, mesh=MeshConfig(fsdp=-1, reshard_after_forward=False))
+    with jax.default_matmul_precision(None):  # the tests' own is part of what a product is known by
+        text = fit.compile_step(ahead.make_plan_on(config, devices)).as_text()
+    products = [line for line in text.splitlines() if 'custom_call_target="__cublas' in line]
+    chosen = collections.Counter(re.findall(r'"selected_algorithm":"(\d+)"', "\n".join(products)))
+    # 5 weights of a layer, forward and twice backward, and the loss's 3. Triton would make those that were not found.
+    assert len(products) == 5 * 3 * LAYERS + 3
+    assert chosen.total() == len(products) and chosen["0"] < chosen.total() / 4, chosen
 
 
 def test_an_unknown_card_is_refused_with_those_there_are():

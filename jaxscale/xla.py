@@ -243,6 +243,10 @@ def _as_installed(name: str, value: Any) -> dict[str, Any]:
 
     Raises ValueError for a value that XLA cannot read.
     """
+    if name == "optimization_level":
+        if value not in _LEVELS:
+            raise ValueError(f"{value!r} is not one of {', '.join(_LEVELS)}")
+        return {name: value if tuple(map(int, metadata.version("jax").split(".")[:2])) >= (0, 11) else _LEVELS[value]}
     here = f"jaxlib {metadata.version('jaxlib')}"
     for spelling in _spellings(name, value):
         refusal = _refusal(*spelling)
@@ -262,9 +266,8 @@ def _spellings(name: str, value: Any) -> list[tuple[str, Any]]:
 
 
 _UNKNOWN = "unknown"
-# JAX's own, not one of XLA's debug options: how much the compiler may do, as jax.config.jax_optimization_level.
-OPTIMIZATION_LEVEL = "optimization_level"
-_LEVELS = ("O0", "O1", "O2", "O3")
+# How much the compiler may do, as jax.config.jax_optimization_level. JAX reads it, not XLA; before 0.11 as XLA's number.
+_LEVELS = {"O0": 9, "O1": 19, "O2": 29, "O3": 39}
 # Options are read in order, and this one ends the reading: nothing is compiled, so that none has an effect here.
 _LAST = "xla_jaxscale_reads_no_further"
 _PROGRAM = (
@@ -275,8 +278,6 @@ _PROGRAM = (
 @functools.lru_cache(maxsize=None, typed=True)
 def _refusal(name: str, value: Any) -> str | None:
     """What the installed jaxlib has against a compiler option: None, _UNKNOWN, or XLA's words about the value."""
-    if name == OPTIMIZATION_LEVEL:
-        return None if value in _LEVELS else f"{value!r} is not one of {', '.join(_LEVELS)}"
     from jaxlib import xla_client
 
     options = xla_client.CompileOptions()

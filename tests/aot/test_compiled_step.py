@@ -166,7 +166,7 @@ def test_the_kernels_chosen_on_an_h200_are_those_of_the_program(config_8b):
     # Unrolled, as on the H200s; without what `ahead` sets where nothing has been timed.
     config = config_8b(scan_unroll=LAYERS, mesh=MeshConfig(fsdp=-1, reshard_after_forward=False))
     with jax.default_matmul_precision(None):  # the tests' own is part of what a product is known by
-        text = fit.compile_step(ahead.make_plan_on(config, devices)).as_text()
+        text = fit.compile_step(ahead.make_plan_on(config, devices)).as_text() or ""
     products = [line for line in text.splitlines() if 'custom_call_target="__cublas' in line]
     chosen = collections.Counter(re.findall(r'"selected_algorithm":"(\d+)"', "\n".join(products)))
     # 5 weights of a layer, forward and twice backward, and the loss's 3. Triton would make those that were not found.

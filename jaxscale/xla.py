@@ -22,8 +22,8 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 # Beside descriptions of cards: the kernels that XLA chose on them by timing, CARD-jaxlibVERSION.autotune.txtpb, as
-# xla_gpu_dump_autotune_results_to writes them. Their keys are hashes of card, XLA's code generators and operation: what another
-# driver or program has not in there is timed as ever.
+# xla_gpu_dump_autotune_results_to writes them. Their keys are hashes of card, XLA's code generators, CUDA's version and operation:
+# what is not in there is timed as ever.
 TARGETS = Path(__file__).parent / "targets"
 
 # The share of a GPU's memory that JAX takes.

@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 LAYERS, VOCAB, DIM, CHUNK = 8, 128_256, 4096, 2048
+OWN_CHUNK = loss.CHUNK_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,8 @@ def test_the_predicted_memory_is_within_bounds(compiled):
     assert 14 < fit.predicted_memory_gib(compiled) < 17
 
 
-def test_the_kernels_chosen_on_an_h200_are_those_of_the_program(config_8b):
+def test_the_kernels_chosen_on_an_h200_are_those_of_the_program(config_8b, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", OWN_CHUNK)
     devices = ahead.devices_of("h200", hosts=1, gpus_per_host=4)
     if not xla.chosen_kernels(devices[0].device_kind):
         pytest.skip("none are shipped for this jaxlib")

@@ -21,8 +21,9 @@ help:  ## list the targets
 train: venv  ## train a tiny model on this machine, into runs/tiny
 	$(BIN)/python scripts/train.py --config configs/tiny.py --workdir runs/tiny $(ARGS)
 
+# Two processes, each with whole files, whose tests share compiled functions: 7 minutes instead of 11 on 2 cores.
 test: venv  ## run the tests on 8 virtual CPU devices
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses=2 --dist=loadfile $(ARGS)
 
 lint: venv  ## ruff: rules and formatting
 	$(BIN)/ruff check $(CODE) kernels

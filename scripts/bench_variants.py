@@ -42,7 +42,7 @@ from jaxscale.data.loader import Corpus, open_dataset
 from jaxscale.train import fit
 from jaxscale.train.feed import device_batches
 from jaxscale.train.profile import Profile
-from jaxscale.train.state import Plan, abstract_state, init_state, make_plan
+from jaxscale.train.state import Plan, abstract_state, init_state, plan_for_data
 
 VARIANTS = flags.DEFINE_multi_string("variant", [], "A name, a colon and settings between spaces; may be repeated.")
 PAIRS = flags.DEFINE_bool("pairs", False, "Add every pair of variants, but for the first.")
@@ -203,9 +203,7 @@ def has_effect(option: str, config: Config) -> bool:
 
 def plan_of(config: Config, corpus: Corpus) -> Plan:
     """As `train` makes it."""
-    sizes = run_config.validate_on(config, jax.device_count())
-    data = dataclasses.replace(config.data, max_documents_per_row=corpus.train.max_documents_per_row)
-    return make_plan(dataclasses.replace(config, data=data), sizes)
+    return plan_for_data(config, corpus, run_config.validate_on(config, jax.device_count()))
 
 
 def check_common(plan: Plan, first: Plan) -> None:

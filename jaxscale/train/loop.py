@@ -80,9 +80,7 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
                 )
         sizes = run_config.validate_on(config, jax.device_count())
         xla.enable_compilation_cache()
-        # What the data needs, where the config leaves it open.
-        data = dataclasses.replace(config.data, max_documents_per_row=corpus.train.max_documents_per_row)
-        plan = train_state.make_plan(dataclasses.replace(config, data=data), sizes)
+        plan = train_state.plan_for_data(config, corpus, sizes)
         log.info(describe(plan, corpus))
         if settings := xla.describe(plan.compiler_options, platform=plan.mesh.devices.flat[0].platform):
             log.info(settings)

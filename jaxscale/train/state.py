@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxscale import sharding as shd
 from jaxscale import xla
 from jaxscale.config import Config
+from jaxscale.data.loader import Corpus
 from jaxscale.ops.execution import Execution, execution_of
 
 
@@ -72,6 +73,12 @@ def make_plan(config: Config, sizes: dict[str, int], *, devices=None) -> Plan:
         update_shardings=specs(params, rules=split),
         compiler_options=xla.compiler_options(config, sizes, platform=device.platform, device_kind=device.device_kind),
     )  # fmt: skip
+
+
+def plan_for_data(config: Config, corpus: Corpus, sizes: dict[str, int]) -> Plan:
+    """`make_plan` with the bound on documents a row that the data needs, where the config leaves it open."""
+    data = dataclasses.replace(config.data, max_documents_per_row=corpus.train.max_documents_per_row)
+    return make_plan(dataclasses.replace(config, data=data), sizes)
 
 
 def make_rules(config: Config, sizes: dict[str, int]) -> shd.Rules:

@@ -162,16 +162,15 @@ def compiler_options(config: Any, sizes: dict[str, int], *, platform: str, devic
 
 def chosen_kernels(device_kind: str) -> list[Option]:
     """The option that loads what was chosen on such a card with this jaxlib, if it is in TARGETS."""
-    version = metadata.version("jaxlib")
-    return [
-        Option(
-            "xla_gpu_load_autotune_results_from", str(path), "none",
-            "the same kernels in every run, without timing them first",
-            "compile and first step 21.6 s instead of 34.5 with an empty cache (Llama-3-8B, 4 x H200, jax 0.11.2)",
-        )
-        for path in sorted(TARGETS.glob(f"*-jaxlib{version}.autotune.txtpb"))
-        if path.name.partition("-")[0] in device_kind.lower().split()
-    ]  # fmt: skip
+    paths = sorted(TARGETS.glob(f"*-jaxlib{metadata.version('jaxlib')}.autotune.txtpb"))
+    return [_loading(path) for path in paths if path.name.partition("-")[0] in device_kind.lower().split()]
+
+
+def _loading(path: Path) -> Option:
+    return Option(
+        "xla_gpu_load_autotune_results_from", str(path), "none", "the same kernels in every run, without timing them first",
+        "compile and first step 21.6 s instead of 34.5 with an empty cache (Llama-3-8B, 4 x H200, jax 0.11.2)",
+    )  # fmt: skip
 
 
 def _derived(options: Iterable[Option], config: Any, sizes: dict[str, int], platform: str) -> dict[str, Any]:
@@ -222,10 +221,8 @@ def _variable_lines(platform: str) -> Iterator[str]:
 
 
 def _option_lines(options: dict[str, Any]) -> Iterator[str]:
-    shipped = chosen_kernels(" ".join(path.name.partition("-")[0] for path in TARGETS.glob("*.autotune.txtpb")))
-    derived = {
-        spelling: option for option in (*OPTIONS, *shipped) for spelling in _spellings(option.name, option.value)
-    }
+    ours = (*OPTIONS, *map(_loading, TARGETS.glob("*.autotune.txtpb")))
+    derived = {spelling: option for option in ours for spelling in _spellings(option.name, option.value)}
     for name, value in options.items():
         if option := derived.get((name, value)):
             yield f"compiler option: {name}={value} (default: {option.default}): {option.why}; {option.gain}"
@@ -244,9 +241,11 @@ def _as_installed(name: str, value: Any) -> dict[str, Any]:
     Raises ValueError for a value that XLA cannot read.
     """
     if name == "optimization_level":
+        import jax
+
         if value not in _LEVELS:
             raise ValueError(f"{value!r} is not one of {', '.join(_LEVELS)}")
-        return {name: value if tuple(map(int, metadata.version("jax").split(".")[:2])) >= (0, 11) else _LEVELS[value]}
+        return {name: value if jax.__version_info__ >= (0, 11) else _LEVELS[value]}
     here = f"jaxlib {metadata.version('jaxlib')}"
     for spelling in _spellings(name, value):
         refusal = _refusal(*spelling)

@@ -147,8 +147,10 @@ def test_the_check_starts_no_device_and_compiles_nothing(tmp_path):
         from jax._src import xla_bridge
         from jaxscale import xla
         config = SimpleNamespace(xla_options=("xla_dump_to={tmp_path}/dump", "xla_gpu_autotune_level=2"))
-        options = xla.compiler_options(config, {{"fsdp": 1}}, platform="gpu", device_kind="NVIDIA H200")
-        assert {{"xla_dump_to", "xla_gpu_autotune_level", "xla_gpu_graph_min_graph_size"}} <= set(options)
+        sizes, card = {{"fsdp": 1}}, "NVIDIA H200"
+        ours = [*xla.OPTIONS, *xla.chosen_kernels(card)]
+        num_ours = sum(option.applies(config, sizes) for option in ours)
+        assert num_ours and len(xla.compiler_options(config, sizes, platform="gpu", device_kind=card)) == 2 + num_ours
         assert not xla_bridge.backends_are_initialized()
     """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

@@ -6,6 +6,8 @@ Everything goes through the environment, so the processes that tests start get t
 import os
 import sys
 
+import pytest
+
 assert "jax" not in sys.modules, "a pytest plugin imported jax before tests/conftest.py could set it up"
 
 XLA_FLAGS = (
@@ -35,3 +37,32 @@ def pytest_report_header():
 
     devices = jax.devices()
     return f"jax {jax.__version__}, {len(devices)} {devices[0].platform} devices"
+
+
+SMALL_CONFIG = """
+from jaxscale.config import Config, DataConfig, Dtype
+from jaxscale.models import llama
+from jaxscale.optim import adamw
+from jaxscale.schedules import cosine
+
+def get_config(arg=""):
+    return Config(
+        model=llama.Config(vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64),
+        optim=adamw.Config(), schedule=cosine.Config(warmup_steps=200), steps=10_000, batch_size={batch_size}, seq_len=32,
+        dtype=Dtype.FLOAT32,
+        data=DataConfig(path="{folder}/*.txt", cache_dir="{folder}/cache", eval_fraction=0.3),
+    )
+"""
+
+
+@pytest.fixture(scope="session")
+def write_small_config():
+    """`write_small_config(folder, batch_size=8)`: the path of a config of a small model on small text, both in the folder."""
+
+    def write(folder, *, batch_size):
+        for number in range(8):
+            (folder / f"{number}.txt").write_text(f"The cat {number} sat on the mat and looked at the moon. " * 12)
+        (folder / "config.py").write_text(SMALL_CONFIG.format(folder=folder, batch_size=batch_size))
+        return folder / "config.py"
+
+    return write

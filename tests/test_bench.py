@@ -146,28 +146,9 @@ def is_running(pid):
 
 
 @pytest.fixture(scope="module")
-def config_file(tmp_path_factory):
+def config_file(tmp_path_factory, write_small_config):
     """A config of a small model on small text."""
-    folder = tmp_path_factory.mktemp("config")
-    for number in range(8):
-        (folder / f"{number}.txt").write_text(f"The cat {number} sat on the mat and looked at the moon. " * 12)
-    (folder / "config.py").write_text(
-        f"""
-from jaxscale.config import Config, DataConfig, Dtype
-from jaxscale.models import llama
-from jaxscale.optim import adamw
-from jaxscale.schedules import cosine
-
-def get_config(arg=""):
-    return Config(
-        model=llama.Config(vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64),
-        optim=adamw.Config(), schedule=cosine.Config(warmup_steps=200), steps=10_000, batch_size=8, seq_len=32,
-        dtype=Dtype.FLOAT32,
-        data=DataConfig(path="{folder}/*.txt", cache_dir="{folder}/cache", eval_fraction=0.3),
-    )
-"""
-    )
-    return folder / "config.py"
+    return write_small_config(tmp_path_factory.mktemp("config"), batch_size=8)
 
 
 def test_a_step_is_measured_on_the_real_path_with_the_config_as_it_is(config_file, tmp_path):

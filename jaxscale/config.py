@@ -21,6 +21,11 @@ class Dtype(enum.StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes."""
+        return 2 if self is Dtype.BFLOAT16 else 4
+
 
 class AxisTypes(enum.StrEnum):
     EXPLICIT = "explicit"

@@ -40,7 +40,6 @@ class Variable:
     why: str
 
 
-# CUDA_DEVICE_MAX_CONNECTIONS is left at the driver's default: no gain of another value has been measured here.
 ENVIRONMENT = (
     Variable(
         "XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION, "0.75",
@@ -62,12 +61,31 @@ def _unrolled_fsdp(config: Any, sizes: dict[str, int]) -> bool:
     return sizes["fsdp"] == math.prod(sizes.values()) > 1 and config.scan_unroll == config.model.num_layers
 
 
+def _a_layers_weights(config: Any, sizes: dict[str, int]) -> int:
+    """Bytes that one layer's gathered weights fit in, and two layers' do not."""
+    return _and_a_little(config.model.num_layer_params() * config.dtype.itemsize)
+
+
+def _a_layers_gradients(config: Any, sizes: dict[str, int]) -> int:
+    """Bytes that a GPU's part of one layer's gradients fits in, and of two layers' does not."""
+    itemsize = max(config.dtype.itemsize, config.mesh.reduce_dtype.itemsize)
+    return _and_a_little(config.model.num_layer_params() * itemsize // sizes["fsdp"])
+
+
+def _and_a_little(num_bytes: int) -> int:
+    return max(_COMBINED_BY_DEFAULT, num_bytes * 115 // 100)
+
+
+_COMBINED_BY_DEFAULT = 30 * 2**20
+
+
 @dataclasses.dataclass(frozen=True)
 class Option:
     """A compiler option that jaxscale sets on the train step.
 
-    default: XLA's, which jaxlib does not tell. gain: as measured on the real step, with device and jax version.
-    applies: whether it is for this config (jaxscale.config.Config) and these sizes of the mesh axes.
+    value: itself, or a function of the config (jaxscale.config.Config) and the sizes of the mesh axes. default: XLA's, which
+    jaxlib does not tell. gain: as measured on the real step, with device and jax version. applies: whether it is for this
+    config and these sizes.
     """
 
     name: str
@@ -76,6 +94,9 @@ class Option:
     why: str
     gain: str
     applies: Callable[[Any, dict[str, int]], bool] = _always
+
+    def value_for(self, config: Any, sizes: dict[str, int]) -> Any:
+        return self.value(config, sizes) if callable(self.value) else self.value
 
 
 # Named as in the newest jaxlib. Each was measured alone and in pairs before it came here (docs/performance.md has those
@@ -88,10 +109,17 @@ OPTIONS: tuple[Option, ...] = (
         "1.1% of the step (Llama-3-8B, 4 x H200, jax 0.11.2)",
     ),
     Option(
-        "xla_gpu_experimental_parallel_collective_overlap_limit", 2, "1",
-        "with one collective in flight, a weight is gathered between the use of the one before and its own, where there may "
-        "be little to hide it; with two, a GPU that is ahead also waits less for the others",
-        "1.4% of the step (Llama-3-8B, 4 x H200, jax 0.11.2)",
+        "xla_gpu_all_gather_combine_threshold_bytes", _a_layers_weights, "30 MiB",
+        "one gather a layer, with the whole layer before to hide behind. Each weight's own has only what runs between the use of "
+        "the one before and its own, which may be an element-wise kernel",
+        "with the next, 1.4 to 2% of the step beyond two collectives in flight (Llama-3-8B, 4 x H200, jax 0.11.2)",
+        applies=_unrolled_fsdp,
+    ),
+    Option(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes", _a_layers_gradients, "30 MiB",
+        "each reduce-scatter waits for the matrix product that runs when it becomes ready: with a quarter of them, a quarter of "
+        "the waiting",
+        "with the one before, 1.4 to 2% of the step beyond two collectives in flight (Llama-3-8B, 4 x H200, jax 0.11.2)",
         applies=_unrolled_fsdp,
     ),
 )  # fmt: skip
@@ -180,9 +208,9 @@ def _derived(options: Iterable[Option], config: Any, sizes: dict[str, int], plat
         if not option.applies(config, sizes) or not _is_for(option.name, platform) or f"--{option.name}=" in flags:
             continue
         try:
-            known |= _as_installed(option.name, option.value)
+            known |= _as_installed(option.name, value := option.value_for(config, sizes))
         except ValueError as error:  # not the user's mistake: this jaxlib is another than the one it was measured with
-            _say(f"compiler option {option.name}={option.value} is left out: {error}")
+            _say(f"compiler option {option.name}={value} is left out: {error}")
     return known
 
 
@@ -204,9 +232,12 @@ def _users(texts: tuple[str, ...], platform: str) -> dict[str, Any]:
     return known
 
 
-def describe(options: dict[str, Any], *, platform: str) -> str:
-    """What differs from the defaults of JAX and XLA, a line each: value, default, why, gain. Empty if nothing does."""
-    return "\n".join([*_variable_lines(platform), *_option_lines(options)])
+def describe(options: dict[str, Any], config: Any, *, platform: str) -> str:
+    """What differs from the defaults of JAX and XLA, a line each: value, default, why, gain. Empty if nothing does.
+
+    options: `compiler_options` of this config.
+    """
+    return "\n".join([*_variable_lines(platform), *_option_lines(options, _users(config.xla_options, platform))])
 
 
 def _variable_lines(platform: str) -> Iterator[str]:
@@ -220,14 +251,15 @@ def _variable_lines(platform: str) -> Iterator[str]:
         yield f"environment: XLA_FLAGS={flags}, set by the user"
 
 
-def _option_lines(options: dict[str, Any]) -> Iterator[str]:
+def _option_lines(options: dict[str, Any], users: dict[str, Any]) -> Iterator[str]:
     ours = (*OPTIONS, *map(_loading, TARGETS.glob("*.autotune.txtpb")))
-    derived = {spelling: option for option in ours for spelling in _spellings(option.name, option.value)}
+    derived = {name: option for option in ours for name, _ in _spellings(option.name, option.value)}
     for name, value in options.items():
-        if option := derived.get((name, value)):
-            yield f"compiler option: {name}={value} (default: {option.default}): {option.why}; {option.gain}"
-        else:
+        if name in users:
             yield f"compiler option: {name}={value}, from config.xla_options"
+        else:
+            option = derived[name]
+            yield f"compiler option: {name}={value} (default: {option.default}): {option.why}; {option.gain}"
 
 
 def _is_for(name: str, platform: str) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from jax._src import compiler
 
 from jaxscale import xla
-from jaxscale.config import Config
+from jaxscale.config import Config, Dtype, MeshConfig
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
@@ -45,6 +45,11 @@ def environment(monkeypatch):
 
 def options_of(*texts, platform="gpu", sizes=SIZES):
     return xla.compiler_options(SimpleNamespace(xla_options=texts), sizes, platform=platform)
+
+
+def told(*texts, platform="gpu") -> list[str]:
+    config = SimpleNamespace(xla_options=texts)
+    return xla.describe(options_of(*texts, platform=platform), config, platform=platform).splitlines()
 
 
 def derived(monkeypatch, name="xla_gpu_enable_triton_gemm", value=False, **fields):
@@ -195,18 +200,33 @@ def test_an_option_that_this_jaxlib_refuses_is_left_out(monkeypatch, caplog):
 
 def test_every_option_that_jaxscale_sets_is_known_here():
     for option in OPTIONS:
-        assert None in [xla._refusal(*spelling) for spelling in xla._spellings(option.name, option.value)], option
+        value = option.value_for(small_config(), SIZES)
+        assert None in [xla._refusal(*spelling) for spelling in xla._spellings(option.name, value)], option
         assert option.why and option.gain and option.default
 
 
-def test_overlap_is_for_the_layout_it_was_measured_on():
-    (overlap,) = (option for option in OPTIONS if option.name.endswith("parallel_collective_overlap_limit"))
+def test_collectives_of_a_layer_are_combined_where_it_was_measured():
+    gather, scatter = (option for option in OPTIONS if option.name.endswith("combine_threshold_bytes"))
     unrolled = small_config(scan_unroll=1)  # of one layer
-    assert overlap.applies(unrolled, SIZES)
-    assert not overlap.applies(unrolled, SIZES | dict(fsdp=1))
-    assert not overlap.applies(unrolled, SIZES | dict(tensor=2))
+    for option in (gather, scatter):
+        assert option.applies(unrolled, SIZES)
+        assert not option.applies(unrolled, SIZES | dict(fsdp=1))
+        assert not option.applies(unrolled, SIZES | dict(tensor=2))
     scanned = dataclasses.replace(unrolled, model=dataclasses.replace(unrolled.model, num_layers=2))
-    assert not overlap.applies(scanned, SIZES)
+    assert not gather.applies(scanned, SIZES) and not scatter.applies(scanned, SIZES)
+
+
+@pytest.mark.parametrize("reduce_dtype", Dtype)
+def test_one_layers_weights_or_gradients_are_combined_and_not_twos(reduce_dtype):
+    gather, scatter = (option for option in OPTIONS if option.name.endswith("combine_threshold_bytes"))
+    config = small_config(mesh=MeshConfig(reduce_dtype=reduce_dtype))
+    # Smaller layers keep XLA's default.
+    assert gather.value_for(config, SIZES) == scatter.value_for(config, SIZES) == 30 * 2**20
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, model_dim=8192, mlp_dim=28_672))
+    weights = 2 * config.model.num_layer_params()
+    gradients = weights // 8 * (1 if reduce_dtype == Dtype.BFLOAT16 else 2)
+    assert weights < gather.value_for(config, SIZES) < 2 * weights
+    assert gradients < scatter.value_for(config, SIZES) < 2 * gradients
 
 
 def test_kernels_chosen_on_a_card_are_loaded_there(monkeypatch, tmp_path):
@@ -226,8 +246,9 @@ def test_kernels_chosen_on_a_card_are_loaded_there(monkeypatch, tmp_path):
     assert loaded("NVIDIA GB200") == loaded("NVIDIA H20") == loaded("NVIDIA H200", platform="cpu") == {}
     own = "xla_gpu_load_autotune_results_from"
     assert loaded("NVIDIA H200", f"{own}=my.txtpb") == {own: "my.txtpb"}
-    assert "the same kernels in every run" in xla.describe(mine, platform="gpu")
-    assert "from config.xla_options" in xla.describe({own: "my.txtpb"}, platform="gpu").splitlines()[-1]
+    assert "the same kernels in every run" in xla.describe(mine, SimpleNamespace(xla_options=()), platform="gpu")
+    theirs = SimpleNamespace(xla_options=(f"{own}=my.txtpb",))
+    assert "from config.xla_options" in xla.describe({own: "my.txtpb"}, theirs, platform="gpu").splitlines()[-1]
 
 
 # Where they go.
@@ -265,8 +286,8 @@ def test_options_of_jit_and_of_compile_come_together():
 
 
 def test_what_must_precede_the_start_is_set_and_the_user_wins(environment):
-    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "NCCL_NVLS_ENABLE"):
-        environment.pop(name, None)
+    for variable in xla.ENVIRONMENT:
+        environment.pop(variable.name, None)
     xla.set_environment()
     assert environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] == xla.MEMORY_FRACTION
     assert environment["NCCL_NVLS_ENABLE"] == "0" and "XLA_FLAGS" not in environment
@@ -317,8 +338,9 @@ def test_a_flags_value_that_xla_cannot_read_is_a_mistake(environment):
 
 def test_what_differs_from_the_defaults_is_told_with_why_and_gain(monkeypatch, environment):
     derived(monkeypatch)
+    environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     environment.update(NCCL_NVLS_ENABLE="1", XLA_PYTHON_CLIENT_MEM_FRACTION=xla.MEMORY_FRACTION, XLA_FLAGS="--xla_a=1")
-    lines = xla.describe(options_of("xla_gpu_autotune_level=2"), platform="gpu").splitlines()
+    lines = told("xla_gpu_autotune_level=2")
     assert lines[0].startswith("environment: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 (default: 0.75): the share of a GPU's")
     assert lines[1].startswith("environment: NCCL_NVLS_ENABLE=1, set by the user; without, 0: no NVLink multicast")
     assert lines[2:] == [
@@ -326,18 +348,24 @@ def test_what_differs_from_the_defaults_is_told_with_why_and_gain(monkeypatch, e
         "compiler option: xla_gpu_enable_triton_gemm=False (default: true): a reason; +3% (8B, 4 x H200, jax 0.11.2)",
         "compiler option: xla_gpu_autotune_level=2, from config.xla_options",
     ]
-    (line,) = xla.describe(options_of("xla_gpu_enable_triton_gemm=true"), platform="gpu").splitlines()[3:]
-    assert line == "compiler option: xla_gpu_enable_triton_gemm=True, from config.xla_options"
+    for value in (True, False):  # the second is as jaxscale sets it
+        (line,) = told(f"xla_gpu_enable_triton_gemm={value}")[3:]
+        assert line == f"compiler option: xla_gpu_enable_triton_gemm={value}, from config.xla_options"
 
 
 def test_a_translated_option_is_told_with_its_reason(monkeypatch):
     for name, value in next(iter(xla.TRANSLATIONS.items())):
         derived(monkeypatch, name=name, value=value)
-        assert "a reason; +3%" in xla.describe(options_of(), platform="gpu").splitlines()[-1]
+        assert "a reason; +3%" in told()[-1]
+
+
+def test_a_value_that_follows_the_config_is_told_too(monkeypatch):
+    derived(monkeypatch, name="xla_gpu_autotune_level", value=lambda config, sizes: sizes["fsdp"])
+    assert "xla_gpu_autotune_level=8 (default: true): a reason" in told()[-1]
 
 
 def test_nothing_is_told_where_nothing_differs():
-    assert xla.describe({}, platform="cpu") == ""
+    assert told(platform="cpu") == []
 
 
 # The compilation cache.

@@ -92,13 +92,13 @@ class Config:
 
     def num_params(self) -> int:
         """Of the model as described, without the vocabulary's padding."""
-        heads, head = self.num_heads + 2 * self.num_kv_heads, self.head_dim()
-        block = (
-            self.model_dim * (heads + self.num_heads) * head + 3 * self.model_dim * self.mlp_dim + 2 * self.model_dim
-        )
-        block += heads * head * self.qkv_bias + 2 * head * self.qk_norm
         tables = self.vocab_size * self.model_dim * (1 if self.tie_embeddings else 2)
-        return self.num_layers * block + tables + self.model_dim
+        return self.num_layers * self.num_layer_params() + tables + self.model_dim
+
+    def num_layer_params(self) -> int:
+        heads, head = self.num_heads + 2 * self.num_kv_heads, self.head_dim()
+        matrices = self.model_dim * (heads + self.num_heads) * head + 3 * self.model_dim * self.mlp_dim
+        return matrices + 2 * self.model_dim + heads * head * self.qkv_bias + 2 * head * self.qk_norm
 
     def flops_per_token(self, seq_len: int, *, causal: bool) -> float:
         """Of training: 6 a weight that multiplies, 12 N H a layer and key seen; `causal` counts half of the keys.

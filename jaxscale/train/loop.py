@@ -82,7 +82,7 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
         xla.enable_compilation_cache()
         plan = train_state.plan_for_data(config, corpus, sizes)
         log.info(describe(plan, corpus))
-        if settings := xla.describe(plan.compiler_options, platform=plan.mesh.devices.flat[0].platform):
+        if settings := xla.describe(plan.compiler_options, config, platform=plan.mesh.devices.flat[0].platform):
             log.info(settings)
         with shd.use(plan.mesh, plan.rules), interrupts() as interrupted:
             # Before there is a state: a step that cannot fit is refused while nothing is allocated or written.

@@ -22,6 +22,7 @@ pytestmark = [
     # XLA's plugin for CUDA reports on machines without CUDA's libraries.
     pytest.mark.filterwarnings("ignore"),
 ]
+H200 = "NVIDIA H200"
 LAYERS, VOCAB, DIM, CHUNK = 8, 128_256, 4096, 2048
 OWN_CHUNK = loss.CHUNK_TOKENS
 
@@ -73,6 +74,19 @@ def compiled(compile_8b):
 @pytest.fixture(scope="module")
 def hlo(compiled) -> str:
     return compiled.as_text()
+
+
+@pytest.fixture(scope="module")
+def unrolled_hlo(config_8b) -> str:
+    """As it runs on 4 H200: unrolled, weights gathered once, with the kernels that are shipped."""
+    devices = ahead.devices_of("h200", hosts=1, gpus_per_host=4)
+    config = config_8b(scan_unroll=LAYERS, mesh=MeshConfig(fsdp=-1, reshard_after_forward=False))
+    # What `ahead` sets is for where nothing has been timed.
+    options = None if xla.chosen_kernels(devices[0].device_kind) else ahead.COMPILER_OPTIONS
+    # The tests' own precision would be part of what a product is known by.
+    with pytest.MonkeyPatch.context() as patch, jax.default_matmul_precision(None):
+        patch.setattr(loss, "CHUNK_TOKENS", OWN_CHUNK)
+        return fit.compile_step(ahead.make_plan_on(config, devices), compiler_options=options).as_text() or ""
 
 
 def outside_fusions(hlo: str) -> list[str]:
@@ -160,16 +174,17 @@ def test_the_predicted_memory_is_within_bounds(compiled):
     assert 14 < fit.predicted_memory_gib(compiled) < 17
 
 
-def test_the_kernels_chosen_on_an_h200_are_those_of_the_program(config_8b, monkeypatch):
-    monkeypatch.setattr(loss, "CHUNK_TOKENS", OWN_CHUNK)
-    devices = ahead.devices_of("h200", hosts=1, gpus_per_host=4)
-    if not xla.chosen_kernels(devices[0].device_kind):
+def test_an_unrolled_step_gathers_and_scatters_a_layer_at_a_time(unrolled_hlo):
+    counts = ahead.count_calls(unrolled_hlo)
+    # Without the options: 41 and 32. Synchronous: the first gather and the last reduce-scatter, with nothing beside them.
+    for kind in ("all-gather", "reduce-scatter"):
+        assert LAYERS - 1 <= counts[f"{kind}-start"] <= LAYERS + 1 and counts[kind] <= 1, counts
+
+
+def test_the_kernels_chosen_on_an_h200_are_those_of_the_program(unrolled_hlo):
+    if not xla.chosen_kernels(H200):
         pytest.skip("none are shipped for this jaxlib")
-    # Unrolled, as on the H200s; without what `ahead` sets where nothing has been timed.
-    config = config_8b(scan_unroll=LAYERS, mesh=MeshConfig(fsdp=-1, reshard_after_forward=False))
-    with jax.default_matmul_precision(None):  # the tests' own is part of what a product is known by
-        text = fit.compile_step(ahead.make_plan_on(config, devices)).as_text() or ""
-    products = [line for line in text.splitlines() if 'custom_call_target="__cublas' in line]
+    products = [line for line in unrolled_hlo.splitlines() if 'custom_call_target="__cublas' in line]
     chosen = collections.Counter(re.findall(r'"selected_algorithm":"(\d+)"', "\n".join(products)))
     # 5 weights of a layer, forward and twice backward, and the loss's 3. Triton would make those that were not found.
     assert len(products) == 5 * 3 * LAYERS + 3

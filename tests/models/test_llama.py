@@ -48,7 +48,7 @@ def test_a_model_file_offers_what_the_run_needs(name):
     module = importlib.import_module(f"jaxscale.models.{name}")
     fields = {field.name for field in dataclasses.fields(module.Config)}
     assert {"num_layers", "vocab_size", "max_seq_len"} <= fields
-    for method in ("validate", "validate_on", "num_params", "flops_per_token", "build"):
+    for method in ("validate", "validate_on", "num_params", "num_layer_params", "flops_per_token", "build"):
         assert callable(getattr(module.Config, method)), method
     assert module.__doc__ and module.Config.__doc__
 

@@ -290,6 +290,7 @@ def test_what_must_precede_the_start_is_set_and_the_user_wins(environment):
         environment.pop(variable.name, None)
     xla.set_environment()
     assert environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] == xla.MEMORY_FRACTION
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert environment["NCCL_NVLS_ENABLE"] == "0" and "XLA_FLAGS" not in environment
     environment.update(XLA_PYTHON_CLIENT_MEM_FRACTION="0.5", NCCL_NVLS_ENABLE="1")
     xla.set_environment()

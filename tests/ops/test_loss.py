@@ -18,25 +18,26 @@ def batch():
     return x, head, targets
 
 
-def plain(x, head, targets, z_loss):
+def plain(x, head, targets, z_loss, vocab_size=VOCAB):
     """The textbook formula, whole logits in float32."""
-    logits = jnp.einsum("BSD,DV->BSV", x, head)[..., :VOCAB]
+    logits = jnp.einsum("BSD,DV->BSV", x, head)[..., :vocab_size]
     lse = jax.nn.logsumexp(logits, axis=-1)
     label = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     return jnp.where(targets >= 0, lse - label + z_loss * lse**2, 0.0).sum()
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("vocab_size", [VOCAB, PADDED])
 @pytest.mark.parametrize("chunk", [1, 8, 7, 4096])
-def test_loss_and_gradients_equal_the_textbook_formula(batch, z_loss, chunk, monkeypatch):
+def test_loss_and_gradients_equal_the_textbook_formula(batch, z_loss, vocab_size, chunk, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk)
     x, head, targets = batch
 
     def mine(x, head):
-        return 0.5 * cross_entropy(x, head, targets, VOCAB, z_loss, jnp.dtype(jnp.float32))
+        return 0.5 * cross_entropy(x, head, targets, vocab_size, z_loss, jnp.dtype(jnp.float32))
 
     value, gradients = jax.jit(jax.value_and_grad(mine, argnums=(0, 1)))(x, head)
-    halved = jax.value_and_grad(lambda x, head: 0.5 * plain(x, head, targets, z_loss), argnums=(0, 1))
+    halved = jax.value_and_grad(lambda x, head: 0.5 * plain(x, head, targets, z_loss, vocab_size), argnums=(0, 1))
     expected, expected_gradients = halved(x, head)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     for actual, wanted in zip(gradients, expected_gradients, strict=True):

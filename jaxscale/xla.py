@@ -22,7 +22,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 # Beside descriptions of cards: the kernels that XLA chose on them by timing, CARD-jaxlibVERSION.autotune.txtpb, as
-# xla_gpu_dump_autotune_results_to writes them. Their keys are hashes of card, XLA's code generators, CUDA's version and operation:
+# scripts/record_kernels.py writes them. Their keys are hashes of card, XLA's code generators, CUDA's version and operation:
 # what is not in there is timed as ever.
 TARGETS = Path(__file__).parent / "targets"
 
@@ -196,7 +196,13 @@ def compiler_options(config: Any, sizes: dict[str, int], *, platform: str, devic
 def chosen_kernels(device_kind: str) -> list[Option]:
     """The option that loads what was chosen on such a card with this jaxlib, if it is in TARGETS."""
     paths = sorted(TARGETS.glob(f"*-jaxlib{metadata.version('jaxlib')}.autotune.txtpb"))
-    return [_loading(path) for path in paths if path.name.partition("-")[0] in device_kind.lower().split()]
+    return [_loading(path) for path in paths if path.name.partition("-")[0] == card_of(device_kind)]
+
+
+def card_of(device_kind: str) -> str | None:
+    """The card's name in TARGETS: "h100" of "NVIDIA H100 80GB HBM3"; None if the driver's name has no such word."""
+    words = re.split(r"[\s-]", device_kind.lower())
+    return next((word for word in words if re.fullmatch(r"[a-z]+\d+", word)), None)
 
 
 def _loading(path: Path) -> Option:

@@ -243,6 +243,7 @@ def test_kernels_chosen_on_a_card_are_loaded_there(monkeypatch, tmp_path):
     mine = {"xla_gpu_load_autotune_results_from": str(tmp_path / f"h200-jaxlib{version}.autotune.txtpb")}
     assert loaded("NVIDIA H200") == mine
     assert "h100-" in loaded("NVIDIA H100 80GB HBM3")["xla_gpu_load_autotune_results_from"]
+    assert "h200-" in loaded("NVIDIA H200-SXM5")["xla_gpu_load_autotune_results_from"]
     assert loaded("NVIDIA GB200") == loaded("NVIDIA H20") == loaded("NVIDIA H200", platform="cpu") == {}
     own = "xla_gpu_load_autotune_results_from"
     assert loaded("NVIDIA H200", f"{own}=my.txtpb") == {own: "my.txtpb"}

@@ -448,3 +448,15 @@ def test_a_poisoned_state_is_not_saved_and_the_step_is_named(text, tmp_path, mon
     ):
         train(run_config(text, checkpoint=CheckpointConfig(every=3)), tmp_path)
     assert saved_steps(tmp_path) == [3] and list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_first_step_is_on_record_at_once_and_the_others_one_step_late(text, tmp_path, monkeypatch):
+    step, known = fit.Step.__call__, []
+
+    def noting(self, state, batch):
+        known.append(list(losses(tmp_path)) if (tmp_path / "metrics.jsonl").exists() else [])
+        return step(self, state, batch)
+
+    monkeypatch.setattr(fit.Step, "__call__", noting)
+    train(run_config(text, steps=4, checkpoint=CheckpointConfig(enabled=False)), tmp_path)
+    assert known == [[], [1], [1], [1, 2]]

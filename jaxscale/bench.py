@@ -22,6 +22,7 @@ from ml_collections import config_flags
 
 import jaxscale
 from jaxscale import config as run_config
+from jaxscale import xla
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +193,9 @@ def _marked(mark: bytes) -> list[int]:
 
 
 def provenance(commit: str = "") -> dict:
-    """Date, command, commit, versions, driver, environment. commit: what to say where there is no git."""
+    """Date, command, commit, versions, driver, a run's environment. commit: what to say where there is no git."""
+    ours = {variable.name: variable.value for variable in xla.ENVIRONMENT}
+    theirs = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
     found = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -203,7 +206,7 @@ def provenance(commit: str = "") -> dict:
         "python": platform.python_version(),
         "versions": {"jaxscale": jaxscale.__version__}
         | {name: _version(name) for name in ("jax", "jaxlib", "flax", "optax")},
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT)},
+        "environment": dict(sorted((ours | theirs).items())),
     }
 
 

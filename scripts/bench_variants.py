@@ -193,9 +193,14 @@ def make_plans(
 
 def has_effect(option: str, config: Config) -> bool:
     """Whether this jaxlib knows it, and it is for this platform; jaxscale.xla says what is wrong with it."""
-    sizes, platform = config.mesh.sizes(jax.device_count()), jax.default_backend()
+    sizes, device = config.mesh.sizes(jax.device_count()), jax.devices()[0]
     without, alone = (
-        xla.compiler_options(dataclasses.replace(config, xla_options=options), sizes, platform=platform)
+        xla.compiler_options(
+            dataclasses.replace(config, xla_options=options),
+            sizes,
+            platform=device.platform,
+            device_kind=device.device_kind,
+        )
         for options in ((), (option,))
     )
     return alone != without

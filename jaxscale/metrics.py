@@ -78,6 +78,7 @@ class Meter:
 
     The scalars of step n are read after step n+1 has been dispatched: while the host waits for them the device has the
     next step to do. The moment they arrive is when step n ended, and step_seconds is the time between two such moments.
+    (With CUDA_DEVICE_MAX_CONNECTIONS=1 and several GPUs they arrive behind the launches of step n+1, each as late.)
     """
 
     def __init__(

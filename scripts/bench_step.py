@@ -145,7 +145,7 @@ class Run:
         return next((record[key] for record in self.records() if key in record), None)
 
     def _watch(self, process: subprocess.Popen) -> None:
-        # A step is on record as soon as it has ended: by then the next is dispatched, and the host waits for this one.
+        # The first step is on record as soon as it has ended, the others once the next is dispatched.
         num_done = len(self.steps())
         if num_done and self.time_to_first_step_seconds is None:
             self.time_to_first_step_seconds = time.monotonic() - self._began

@@ -1,7 +1,8 @@
 """Compiling the training step for GPUs that are elsewhere: its memory, kernels and collectives, from a laptop.
 
 Needs the `[aot]` extra (XLA's CUDA compiler, without NVIDIA's libraries). Nothing is autotuned there, so Triton matrix
-products are off.
+products are off, and no kernels that were chosen on a card are loaded: XLA loads one file in the life of a process, and here
+may be steps for several cards.
 """
 
 import collections
@@ -24,7 +25,7 @@ FIELDS_SINCE_JAX_0_11 = (
     "mem_clock_ghz", "reserved_shared_memory_per_block", "max_blocks_per_multiprocessor", "collective_memory_granularity",
 )  # fmt: skip
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_load_autotune_results_from": ""}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 

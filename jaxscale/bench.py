@@ -1,4 +1,4 @@
-"""For scripts that measure: their command line, medians of a run's records, processes that leave nothing behind, where a figure is from."""
+"""For scripts that measure: medians of a run's records, processes that leave nothing behind, where a figure is from."""
 
 import contextlib
 import datetime
@@ -17,11 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from absl import flags
-from ml_collections import config_flags
-
 import jaxscale
-from jaxscale import config as run_config
 from jaxscale import xla
 
 log = logging.getLogger(__name__)
@@ -34,30 +30,6 @@ ENVIRONMENT = ("CUDA_", "JAX_", "NCCL_", "XLA_")
 
 class FailedError(RuntimeError):
     """A process that was measured failed, or ran over its time; the message holds the end of what it printed."""
-
-
-# The command line: a script's own flags, then a config and its settings.
-
-
-def parse_flags(argv: list[str]) -> list[str]:
-    """For app.run: takes the script's flags; what is left, the config and its settings, stays as it is."""
-    flags.FLAGS.set_gnu_getopt()
-    return flags.FLAGS(argv, known_only=True)
-
-
-def read_config(settings: list[str]) -> run_config.Config:
-    """The config that these words of a command line say. Raises ValueError."""
-    values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=["", *settings])
-    try:
-        words = values(["", *settings])[1:]
-        if holder.value is None or words:
-            raise ValueError(f"{words[0]!r} is no flag" if words else "name a config: --config=FILE")
-        config = run_config.from_config_dict(holder.value)
-    except (flags.Error, AttributeError, KeyError, OSError) as error:  # ml_collections' own
-        raise ValueError(f"{shlex.join(settings)}: {error}") from None
-    run_config.validate(config)
-    return config
 
 
 # Records.

@@ -27,6 +27,7 @@ from absl import app, flags
 
 from jaxscale import bench
 from jaxscale import config as run_config
+from jaxscale.command_line import EXIT_FAILED, EXIT_MISTAKE, parse_own_flags, read_config, tell
 from jaxscale.data.text import find_files, read_documents
 from jaxscale.models import llama
 
@@ -80,11 +81,9 @@ def main(argv: list[str]) -> int:
     try:
         record = compare(argv[1:], folder)
     except (ValueError, MissingPeerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return tell(error, EXIT_MISTAKE)
     except bench.FailedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return tell(error, EXIT_FAILED)
     finally:
         if not WORKDIR.value:
             shutil.rmtree(folder, ignore_errors=True)
@@ -98,7 +97,7 @@ def compare(settings: list[str], folder: Path) -> dict:
     runners = {"jaxscale": run_jaxscale, "torchtitan": run_torchtitan}
     if unknown := set(ORDER.value) - set(runners):
         raise ValueError(f"--order: {min(unknown)!r} is not one of {', '.join(runners)}")
-    config = bench.read_config(settings)
+    config = read_config(settings)
     flavor = flavor_of(config.model)
     versions = peer_versions(PEER_PYTHON.value)
     gpus = bench.gpu_names()
@@ -353,4 +352,4 @@ def table(record: dict) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=bench.parse_flags)
+    app.run(main, flags_parser=parse_own_flags)

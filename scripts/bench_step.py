@@ -22,6 +22,7 @@ from pathlib import Path
 from absl import app, flags
 
 from jaxscale import bench
+from jaxscale.command_line import EXIT_FAILED, parse_own_flags, tell
 from jaxscale.data.convert import default_cache_dir
 
 STEPS = flags.DEFINE_integer("steps", 20, "Steps that count.", lower_bound=1)
@@ -49,8 +50,7 @@ def main(argv: list[str]) -> int:
     try:
         record = measure(argv[1:], folder)
     except bench.FailedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return tell(error, EXIT_FAILED)
     finally:
         if WORKDIR.value or KEEP.value:
             print(f"the runs are in {folder}", file=sys.stderr)
@@ -218,4 +218,4 @@ def show(value: float | None, form: str) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=bench.parse_flags)
+    app.run(main, flags_parser=parse_own_flags)

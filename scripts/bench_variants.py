@@ -36,6 +36,7 @@ from absl import app, flags
 
 from jaxscale import bench, xla
 from jaxscale import config as run_config
+from jaxscale.command_line import EXIT_FAILED, EXIT_MISTAKE, parse_own_flags, read_config, tell
 from jaxscale.config import Config, ProfileConfig, Remat
 from jaxscale.data.batch import Batch
 from jaxscale.data.loader import Corpus, open_dataset
@@ -53,7 +54,6 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Where the profiles go.")
 COMMIT = flags.DEFINE_string("commit", "", "The commit to put on record where this is no git checkout.")
 
 PROFILED_STEPS = 3
-EXIT_FAILED, EXIT_MISTAKE = 1, 2
 NAME = re.compile(r"\w[\w.-]*")  # also of a folder
 # Parts of the config that choose the batches, or that the step does not know of.
 COMMON = ("batch_size", "seq_len", "seed", "data", "steps", "checkpoint", "evaluation", "sample", "log", "profile")
@@ -91,14 +91,13 @@ def main(argv: list[str]) -> int:
         xla.set_environment()
         variants = read_variants(VARIANTS.value)
         check_profiles(variants)
-        config = bench.read_config(argv[1:])
+        config = read_config(argv[1:])
         corpus = open_dataset(config.data, seed=config.seed, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
         xla.enable_compilation_cache()
         plans = make_plans(variants, config, argv[1:], corpus, left_out)
         timed = measure(plans, corpus, left_out)
     except (ValueError, bench.FailedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_MISTAKE if isinstance(error, ValueError) else EXIT_FAILED
+        return tell(error, EXIT_MISTAKE if isinstance(error, ValueError) else EXIT_FAILED)
     record = make_record(timed, left_out, argv[1:])
     print(table(record))
     print(json.dumps(record))
@@ -155,7 +154,7 @@ def config_of(variant: Variant, common: Config, words: list[str]) -> Config:
             raise ValueError(f"config.{key} is the same for all variants: set it with --config.{setting}")
         if key == "xla_options":
             raise ValueError("config.xla_options: write the options alone, such as xla_gpu_enable_triton_gemm=false")
-    config = bench.read_config([*words, *(f"--config.{setting}" for setting in changes)])
+    config = read_config([*words, *(f"--config.{setting}" for setting in changes)])
     return dataclasses.replace(config, xla_options=(*config.xla_options, *options_of(variant)))
 
 
@@ -440,4 +439,4 @@ def cells(name: str, each: dict) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=bench.parse_flags)
+    app.run(main, flags_parser=parse_own_flags)

@@ -7,18 +7,18 @@ code 2, after minutes).
 """
 
 import os
-import sys
 import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from absl import app, flags
-from ml_collections import config_flags
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "A file with get_config(arg) -> Config.")
+from jaxscale.command_line import EXIT_MISTAKE, define_config, parse_flags, tell
+
+CONFIG = define_config()
 TARGET = flags.DEFINE_string("target", "h100", "The card: a name in jaxscale/targets.")
-GPUS = flags.DEFINE_integer("gpus", 8, "GPUs of one host.")
-HOSTS = flags.DEFINE_integer("hosts", 1, "Hosts.")
+GPUS = flags.DEFINE_integer("gpus", 8, "GPUs of one host.", lower_bound=1)
+HOSTS = flags.DEFINE_integer("hosts", 1, "Hosts.", lower_bound=1)
 DUMP = flags.DEFINE_string("dump", "", "A file to write the optimised HLO to.")
 flags.mark_flags_as_required(["config"])
 
@@ -28,10 +28,9 @@ DOCUMENTS_PER_ROW = 8
 
 def main(argv: list[str]) -> int | None:
     del argv
-    from jaxscale.config import from_config_dict
     from jaxscale.train import ahead
 
-    config = from_config_dict(CONFIG.value)
+    config = CONFIG.value
     config.data.max_documents_per_row = config.data.max_documents_per_row or DOCUMENTS_PER_ROW
     began = time.perf_counter()
     try:
@@ -39,8 +38,7 @@ def main(argv: list[str]) -> int | None:
         pool_gib = ahead.pool_gib(TARGET.value)
         step = ahead.compile_to_fit(config, devices, pool_gib=pool_gib)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return tell(error, EXIT_MISTAKE)
     assert step.compiled is not None
     hlo = step.compiled.as_text() or ""
     print(f"{len(devices)} x {devices[0].device_kind}, compiled in {time.perf_counter() - began:.1f} s")
@@ -55,4 +53,4 @@ def main(argv: list[str]) -> int | None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -21,6 +21,7 @@ from absl import app, flags
 from jaxscale import bench, xla
 from jaxscale import config as run_config
 from jaxscale.checksums import write_atomically
+from jaxscale.command_line import EXIT_MISTAKE, parse_own_flags, read_config, tell
 from jaxscale.config import Config
 from jaxscale.data.loader import open_dataset
 from jaxscale.train import fit
@@ -33,13 +34,12 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
     try:
         xla.set_environment()
-        config = bench.read_config(argv[1:])
+        config = read_config(argv[1:])
         output = output_of(bench.gpu_names())
         old = entries(output.read_text()) if output.exists() else {}
         new = entries(chosen_anew(config))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return tell(error, EXIT_MISTAKE)
     # In the order of their keys, as XLA writes them.
     merged = sorted((old | new).items())
     write_atomically(output, "".join(entry for _, entry in merged).encode())
@@ -80,4 +80,4 @@ def entries(text: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=bench.parse_flags)
+    app.run(main, flags_parser=parse_own_flags)

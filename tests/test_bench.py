@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from absl.testing import flagsaver
 
-from jaxscale import bench
+from jaxscale import bench, command_line
 
 ROOT = Path(__file__).parents[1]
 BENCH_STEP = ROOT / "scripts" / "bench_step.py"
@@ -47,7 +47,7 @@ for word in rest[:rest.index("--")]:
     assert hasattr(script, name)
     setattr(script, name, Path(value))
 sys.argv = [path, *rest[rest.index("--") + 1:]]
-app.run(script.main, flags_parser=script.bench.parse_flags)
+app.run(script.main, flags_parser=script.parse_own_flags)
 """
 
 # Stands for scripts/train.py: does as many steps as it is let.
@@ -259,7 +259,7 @@ loads_a_config = pytest.mark.filterwarnings("ignore:the load_module\\(\\) method
 @loads_a_config
 @pytest.mark.parametrize(("file", "flavor"), [("llama3_8b", "8B"), ("llama3_70b", "70B")])
 def test_a_llama_config_has_the_name_that_torchtitan_gives_it(file, flavor):
-    assert bench_peers.flavor_of(bench.read_config([f"--config={ROOT}/configs/{file}.py"]).model) == flavor
+    assert bench_peers.flavor_of(command_line.read_config([f"--config={ROOT}/configs/{file}.py"]).model) == flavor
 
 
 @loads_a_config
@@ -276,27 +276,9 @@ def test_a_llama_config_has_the_name_that_torchtitan_gives_it(file, flavor):
     ],
 )
 def test_a_model_that_torchtitan_has_not_is_refused_with_those_it_has(settings, told):
-    config = bench.read_config(["--config", f"{ROOT}/configs/llama3_8b.py", *settings])
+    config = command_line.read_config(["--config", f"{ROOT}/configs/llama3_8b.py", *settings])
     with pytest.raises(ValueError, match=told):
         bench_peers.flavor_of(config.model)
-
-
-@loads_a_config
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ([], "name a config"),
-        (["--config=nowhere.py"], "nowhere.py"),
-        (["--config={}", "--config.modle=1"], "modle"),
-        (["--config={}", "--config.seq_len=many"], "seq_len"),
-        (["--config={}", "--config.seq_len=0"], "config.seq_len=0: set it to 1 or more"),
-        (["--config={}", "--stepz=3"], "stepz"),
-        (["--config={}", "word"], "'word' is no flag"),
-    ],
-)
-def test_a_mistake_in_the_config_is_a_value_error(settings, told):
-    with pytest.raises(ValueError, match=told):
-        bench.read_config([word.format(f"{ROOT}/configs/llama3_8b.py") for word in settings])
 
 
 # Stands for a Python with torchtitan: says what it has, then prints the log of a run and leaves a worker behind.
@@ -350,7 +332,9 @@ def compare(tmp_path, monkeypatch, capsys):
 
     def compare(*arguments, peer):
         with flagsaver.flagsaver():
-            code = bench_peers.main(bench.parse_flags(["bench_peers.py", *config, f"--peer_python={peer}", *arguments]))
+            code = bench_peers.main(
+                command_line.parse_own_flags(["bench_peers.py", *config, f"--peer_python={peer}", *arguments])
+            )
         return code, *capsys.readouterr()
 
     return compare

@@ -23,7 +23,7 @@ told = []
 for arguments in json.loads(sys.argv[2]):
     output, errors = io.StringIO(), io.StringIO()
     with flagsaver.flagsaver(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        code = script.main(script.bench.parse_flags(["bench_variants.py", *arguments]))
+        code = script.main(script.parse_own_flags(["bench_variants.py", *arguments]))
     told.append([code, output.getvalue(), errors.getvalue()])
 print(json.dumps(told))
 """
@@ -62,7 +62,7 @@ def main(argv):
     print(json.dumps(notes))
     return code
 
-app.run(main, flags_parser=script.bench.parse_flags)
+app.run(main, flags_parser=script.parse_own_flags)
 """
 
 
@@ -193,7 +193,7 @@ def test_a_mistake_is_told_before_anything_is_compiled(case, told):
 def test_a_pair_that_cannot_be_is_left_out(config_file):
     variants = ["--variant=base", "--variant=a: grad_accumulation=2", "--variant=b: grad_accumulation=1"]
     code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import bench_variants as script\n" + (
-        "variants = script.bench.parse_flags(sys.argv) and script.read_variants(script.VARIANTS.value)\n"
+        "variants = script.parse_own_flags(sys.argv) and script.read_variants(script.VARIANTS.value)\n"
         "print(*[variant.name for variant in variants])"
     )
     more = ["--variant=c: remat=full", "--variant=d: remat=full grad_accumulation=2"]

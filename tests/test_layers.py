@@ -16,6 +16,7 @@ LAYERS = {
     "jaxscale.checksums": 0,
     "jaxscale.xla": 0,
     "jaxscale.kernel_kinds": 0,
+    "jaxscale.command_line": 1,
     "jaxscale.hlo_names": 1,
     "jaxscale.xplane": 2,
     "jaxscale.sharding": 1,

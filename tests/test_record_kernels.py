@@ -33,7 +33,7 @@ script.fit.compile_plan = compile_plan
 script.bench.gpu_names = lambda: gpus
 script.xla.TARGETS = Path(targets)
 sys.argv = sys.argv[:1] + sys.argv[3:]
-app.run(script.main, flags_parser=script.bench.parse_flags)
+app.run(script.main, flags_parser=script.parse_own_flags)
 """
 
 
@@ -80,7 +80,7 @@ def test_mistakes_leave_the_record_as_it_is(record, tmp_path):
         (("--config.seq_len=0",), ("NVIDIA H200",), "config.seq_len=0"),
     ):
         code, _, errors = record(entry("a", "CUBLAS"), *arguments, gpus=gpus)
-        assert code == 2 and errors.startswith("error: ") and told in errors, errors
+        assert code == 2 and errors.startswith("\nerror: ") and told in errors, errors
     code, _, errors = record(None)
     assert code == 2 and "XLA wrote no choices" in errors
     assert not list(tmp_path.iterdir())

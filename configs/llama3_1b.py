@@ -15,7 +15,9 @@ from jaxscale.schedules import cosine
 
 def get_config(arg: str = "") -> Config:
     if arg not in ("", "tied"):
-        raise ValueError(f"configs/llama3_1b.py:{arg} is not a variant; leave it out or write 'tied'")
+        raise ValueError(
+            f"configs/llama3_1b.py:{arg} is not a variant; leave it out or write 'tied'"
+        )
     return Config(
         model=llama.Config(
             vocab_size=128_256,

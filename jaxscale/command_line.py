@@ -48,11 +48,15 @@ class IntegerOrNone(flags.IntegerParser):
 config_flags.register_flag_parser_for_type(int, IntegerOrNone())
 
 
-def define_config(values: flags.FlagValues = flags.FLAGS, argv: list[str] | None = None) -> flags.FlagHolder:
+def define_config(
+    values: flags.FlagValues = flags.FLAGS, argv: list[str] | None = None
+) -> flags.FlagHolder:
     """`--config=FILE` with `--config.key=value` among `values`; argv: the command line if it is not the process's own."""
     argv = sys.argv if argv is None else argv
     text = "A file with get_config(arg) -> Config; any field can be overridden."
-    holder = config_flags.DEFINE_config_file("config", None, text, flag_values=values, sys_argv=argv)
+    holder = config_flags.DEFINE_config_file(
+        "config", None, text, flag_values=values, sys_argv=argv
+    )
     values["config"].parser = ConfigFile(values["config"].parser, argv)
     return holder
 

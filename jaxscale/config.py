@@ -90,7 +90,9 @@ class MeshConfig:
         if wild and num_devices % fixed == 0:
             sizes[wild[0]] = num_devices // fixed
         if _product(sizes.values()) != num_devices:
-            shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all 1"
+            shown = (
+                ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all 1"
+            )
             raise ValueError(
                 f"config.mesh ({shown}) needs {'a multiple of ' if wild else ''}{fixed} devices and {num_devices} are "
                 f"here; change config.mesh so that the product is {num_devices}, or set one axis to -1"
@@ -206,7 +208,12 @@ def validate(config: Config) -> None:
     check_types(config)
     for key in ("model", "optim", "schedule"):
         part = get(config, key)
-        _require(hasattr(part, "validate"), key, part, "set it to the Config of a module, such as llama.Config(...)")
+        _require(
+            hasattr(part, "validate"),
+            key,
+            part,
+            "set it to the Config of a module, such as llama.Config(...)",
+        )
     for key in ("steps", "batch_size", "seq_len", "grad_accumulation", "scan_unroll", "checkpoint.keep_last",
                 "evaluation.batches", "data.prefetch", "data.threads"):  # fmt: skip
         _require(get(config, key) >= 1, key, get(config, key), "set it to 1 or more")
@@ -215,7 +222,9 @@ def validate(config: Config) -> None:
                 "profile.steps"):  # fmt: skip
         _require(get(config, key) >= 0, key, get(config, key), "set it to 0 or more")
     if config.sample.tokens and not config.sample.prompt:
-        raise ValueError("config.sample.prompt='': write at least one character, or set config.sample.tokens=0")
+        raise ValueError(
+            "config.sample.prompt='': write at least one character, or set config.sample.tokens=0"
+        )
     for option in config.xla_options:
         if not re.fullmatch(r"(xla_\w+|optimization_level)=.*", option):
             raise ValueError(
@@ -228,7 +237,9 @@ def validate(config: Config) -> None:
         f"with config.profile.start={start} it goes beyond config.steps={config.steps}; lower one of them, or set it to 0",
     )  # fmt: skip
     fraction = config.data.eval_fraction
-    _require(0 < fraction < 1, "data.eval_fraction", fraction, "set it between 0 and 1, such as 0.01")
+    _require(
+        0 < fraction < 1, "data.eval_fraction", fraction, "set it between 0 and 1, such as 0.01"
+    )
     _validate_mesh(config.mesh)
     num_microbatches, rows = config.grad_accumulation, config.batch_size
     _require(
@@ -272,7 +283,12 @@ def validate_on(config: Config, num_devices: int) -> dict[str, int]:
 def _validate_mesh(mesh: MeshConfig) -> None:
     for axis in MESH_AXES:
         size = getattr(mesh, axis)
-        _require(size >= 1 or size == -1, f"mesh.{axis}", size, "set it to 1 or more, or to -1 for the rest")
+        _require(
+            size >= 1 or size == -1,
+            f"mesh.{axis}",
+            size,
+            "set it to 1 or more, or to -1 for the rest",
+        )
     wild = [axis for axis in MESH_AXES if getattr(mesh, axis) == -1]
     if len(wild) > 1:
         raise ValueError(
@@ -280,7 +296,12 @@ def _validate_mesh(mesh: MeshConfig) -> None:
         )
     for axis in ("stage", "expert", "context"):
         size = getattr(mesh, axis)
-        _require(size == 1, f"mesh.{axis}", size, f"this release has no code for it yet; set config.mesh.{axis}=1")
+        _require(
+            size == 1,
+            f"mesh.{axis}",
+            size,
+            f"this release has no code for it yet; set config.mesh.{axis}=1",
+        )
     _require(mesh.zero in (1, 2, 3), "mesh.zero", mesh.zero, "set it to 1, 2 or 3")
 
 
@@ -298,7 +319,9 @@ def check_types(node, path: str = "config") -> None:
             check_types(value, key)
         elif not _matches(value, hint):
             name = getattr(hint, "__name__", str(hint))
-            raise ValueError(f"{key}={value!r} is of type {type(value).__name__}; set it to a value of type {name}")
+            raise ValueError(
+                f"{key}={value!r} is of type {type(value).__name__}; set it to a value of type {name}"
+            )
 
 
 def _enum(hint, value, key):
@@ -336,7 +359,11 @@ def check_key(config, key: str) -> None:
     for name in key.split("."):
         if config is None:
             return
-        names = [field.name for field in dataclasses.fields(config)] if dataclasses.is_dataclass(config) else []
+        names = (
+            [field.name for field in dataclasses.fields(config)]
+            if dataclasses.is_dataclass(config)
+            else []
+        )
         if name not in names:
             raise ValueError(_unknown_key(path, name, names))
         config, path = getattr(config, name), f"{path}.{name}"
@@ -344,7 +371,11 @@ def check_key(config, key: str) -> None:
 
 def _unknown_key(path: str, name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {path}.{near[0]}?" if near else f"{path} has {', '.join(names) or 'no settings of its own'}"
+    hint = (
+        f"did you mean {path}.{near[0]}?"
+        if near
+        else f"{path} has {', '.join(names) or 'no settings of its own'}"
+    )
     return f"{path}.{name} is not a setting; {hint}"
 
 
@@ -371,7 +402,9 @@ def to_json(node) -> dict:
         if dataclasses.is_dataclass(value):
             out[field.name] = to_json(value)
             if field.type is Any:
-                out[field.name] = {"type": f"{type(value).__module__}:{type(value).__qualname__}"} | out[field.name]
+                out[field.name] = {
+                    "type": f"{type(value).__module__}:{type(value).__qualname__}"
+                } | out[field.name]
         else:
             out[field.name] = list(value) if isinstance(value, tuple) else value
     return out
@@ -390,9 +423,13 @@ def from_json(data: dict, cls: type = Config, path: str = "config"):
             continue
         key = f"{path}.{name}"
         if isinstance(value, dict):
-            child = _class_named(value["type"], key) if "type" in value else _dataclass_of(hints[name])
+            child = (
+                _class_named(value["type"], key) if "type" in value else _dataclass_of(hints[name])
+            )
             if child is None:
-                raise ValueError(f"{key} has no type; add one, such as 'type': 'jaxscale.models.llama:Config'")
+                raise ValueError(
+                    f"{key} has no type; add one, such as 'type': 'jaxscale.models.llama:Config'"
+                )
             value = from_json(value, child, key)
         elif isinstance(value, list):
             value = tuple(value)
@@ -407,7 +444,10 @@ def from_json(data: dict, cls: type = Config, path: str = "config"):
 
 def _dataclass_of(hint):
     """The dataclass in a hint such as `Scaling | None`; None if there is none."""
-    return next((option for option in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(option)), None)
+    return next(
+        (option for option in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(option)),
+        None,
+    )
 
 
 def _class_named(name: str, key: str):
@@ -415,7 +455,9 @@ def _class_named(name: str, key: str):
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{key}.type={name!r} cannot be imported ({error}); write module:class") from None
+        raise ValueError(
+            f"{key}.type={name!r} cannot be imported ({error}); write module:class"
+        ) from None
     if not dataclasses.is_dataclass(cls):
         raise ValueError(f"{key}.type={name!r} is not a dataclass")
     return cls
@@ -426,5 +468,7 @@ def from_config_dict(config) -> Config:
     if isinstance(config, Config):
         return config
     if not hasattr(config, "to_dict"):
-        raise ValueError(f"get_config() returned a {type(config).__name__}; return a jaxscale.config.Config")
+        raise ValueError(
+            f"get_config() returned a {type(config).__name__}; return a jaxscale.config.Config"
+        )
     return from_json(config.to_dict())

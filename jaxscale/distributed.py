@@ -14,7 +14,8 @@ def initialize() -> None:
     in_step = int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in os.environ
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
         jax.distributed.initialize(
-            num_processes=_environment_int("JAX_NUM_PROCESSES"), process_id=_environment_int("JAX_PROCESS_ID")
+            num_processes=_environment_int("JAX_NUM_PROCESSES"),
+            process_id=_environment_int("JAX_PROCESS_ID"),
         )
     elif in_step:
         jax.distributed.initialize()
@@ -28,5 +29,7 @@ def is_lead() -> bool:
 def _environment_int(name: str) -> int:
     value = os.environ.get(name, "")
     if not value.isdigit():
-        raise ValueError(f"{name}={value!r} must be a whole number when JAX_COORDINATOR_ADDRESS is set")
+        raise ValueError(
+            f"{name}={value!r} must be a whole number when JAX_COORDINATOR_ADDRESS is set"
+        )
     return int(value)

@@ -43,9 +43,13 @@ class Rules:
 
     axes: tuple[tuple[str, tuple[str, ...]], ...]
 
-    def __init__(self, rules: Mapping[str, Any] | None = None, /, **more: str | Sequence[str] | None):
+    def __init__(
+        self, rules: Mapping[str, Any] | None = None, /, **more: str | Sequence[str] | None
+    ):
         table = {**(rules or {}), **more}
-        object.__setattr__(self, "axes", tuple((name, _as_tuple(value)) for name, value in table.items()))
+        object.__setattr__(
+            self, "axes", tuple((name, _as_tuple(value)) for name, value in table.items())
+        )
 
     def replace(self, **more: str | Sequence[str] | None) -> "Rules":
         """These rules with some logical axes changed or added."""
@@ -57,10 +61,14 @@ class Rules:
             return ()
         table = dict(self.axes)
         if name not in table:
-            raise ValueError(f"logical axis {name!r} has no rule; add it to Rules (there are {', '.join(table)})")
+            raise ValueError(
+                f"logical axis {name!r} has no rule; add it to Rules (there are {', '.join(table)})"
+            )
         return table[name]
 
-    def spec(self, axes: str | Sequence[str | None], shape: Sequence[int] | None = None, *, mesh=None) -> PartitionSpec:
+    def spec(
+        self, axes: str | Sequence[str | None], shape: Sequence[int] | None = None, *, mesh=None
+    ) -> PartitionSpec:
         """The PartitionSpec of an array with these logical axes ("embed mlp").
 
         Raises ValueError if a mesh axis would split two dimensions or, given `shape` and `mesh`, if it does not divide one.
@@ -92,7 +100,9 @@ def _check_divides(name, mesh_axes, size, mesh):
         )
 
 
-def make_mesh(sizes: Mapping[str, int] | None = None, /, *, devices=None, axis_types="explicit", **more: int) -> Mesh:
+def make_mesh(
+    sizes: Mapping[str, int] | None = None, /, *, devices=None, axis_types="explicit", **more: int
+) -> Mesh:
     """A mesh of the named axes, `make_mesh(data=2, fsdp=4)`; those of MESH_AXES that are not named have size 1.
 
     Axes of other names come first, in the order given. axis_types: 'explicit' or 'auto'. Raises ValueError if the
@@ -104,9 +114,13 @@ def make_mesh(sizes: Mapping[str, int] | None = None, /, *, devices=None, axis_t
     devices = jax.devices() if devices is None else devices
     if math.prod(sizes.values()) != len(devices):
         shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all 1"
-        raise ValueError(f"mesh ({shown}) needs {math.prod(sizes.values())} devices and {len(devices)} are here")
+        raise ValueError(
+            f"mesh ({shown}) needs {math.prod(sizes.values())} devices and {len(devices)} are here"
+        )
     kind = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}[axis_types]
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices
+    )
 
 
 # Part of jit's cache key: the same function under other rules is traced again.
@@ -132,7 +146,9 @@ def use(mesh: Mesh, rules: Rules) -> Iterator[None]:
 def current_rules() -> Rules:
     """The rules of the innermost `use`. Raises ValueError outside of one."""
     if _current_rules.value is None:
-        raise ValueError("no sharding rules are in use; enter `with sharding.use(mesh, rules):` first")
+        raise ValueError(
+            "no sharding rules are in use; enter `with sharding.use(mesh, rules):` first"
+        )
     return _current_rules.value
 
 
@@ -150,7 +166,13 @@ def mesh_axes(axis: str) -> tuple[str, ...]:
 
 
 def param(
-    rngs, shape: Sequence[int], axes: str, *, scale: float | None = None, fill: float | None = None, dtype=jnp.float32
+    rngs,
+    shape: Sequence[int],
+    axes: str,
+    *,
+    scale: float | None = None,
+    fill: float | None = None,
+    dtype=jnp.float32,
 ):
     """A flax NNX Param that knows its logical axes: truncated normal (+-3 sigma) times `scale`, or the constant `fill`.
 
@@ -161,13 +183,17 @@ def param(
 
     names = _names(axes)
     if len(names) != len(shape):
-        raise ValueError(f"axes {axes!r} names {len(names)} dimensions and the shape {tuple(shape)} has {len(shape)}")
+        raise ValueError(
+            f"axes {axes!r} names {len(names)} dimensions and the shape {tuple(shape)} has {len(shape)}"
+        )
     if (scale is None) == (fill is None):
         raise ValueError(f"param of axes {axes!r}: give either scale= or fill=")
     if fill is not None:
         value = jnp.full(shape, fill, dtype)
     else:
-        value = jax.random.truncated_normal(rngs.params(), -3.0, 3.0, tuple(shape), dtype) * jnp.asarray(scale, dtype)
+        value = jax.random.truncated_normal(
+            rngs.params(), -3.0, 3.0, tuple(shape), dtype
+        ) * jnp.asarray(scale, dtype)
     return nnx.Param(value, axes=names)
 
 
@@ -176,7 +202,13 @@ def padded(size: int, multiple: int = 128) -> int:
     return -(-size // multiple) * multiple
 
 
-def shardings(tree, patterns: Sequence[tuple[str, str]] | None = None, *, rules: Rules | None = None, mesh=None):
+def shardings(
+    tree,
+    patterns: Sequence[tuple[str, str]] | None = None,
+    *,
+    rules: Rules | None = None,
+    mesh=None,
+):
     """The tree with a NamedSharding in place of every array (or ShapeDtypeStruct): for `out_shardings` and restore.
 
     The axes come from the leaves' metadata (NNX variables made by `param`, Linen's `with_partitioning`), or from
@@ -199,7 +231,9 @@ def _mesh_and_rules(mesh, rules):
     if mesh is None:
         mesh = jax.sharding.get_mesh()
         if mesh.empty:
-            raise ValueError("no mesh is in use; pass mesh= or enter `with sharding.use(mesh, rules):`")
+            raise ValueError(
+                "no mesh is in use; pass mesh= or enter `with sharding.use(mesh, rules):`"
+            )
     return mesh, current_rules() if rules is None else rules
 
 
@@ -208,7 +242,9 @@ def _map_described(function: Callable, tree, patterns=None):
 
     def visit(path, box):
         path = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-        return jax.tree.map(lambda leaf: function(path, _describe(path, box, leaf, patterns), leaf), box)
+        return jax.tree.map(
+            lambda leaf: function(path, _describe(path, box, leaf, patterns), leaf), box
+        )
 
     return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=_is_box)
 
@@ -222,8 +258,14 @@ def _describe(path, box, leaf, patterns) -> tuple[str, ...]:
             names = _names(axes)
             break
     if names is None:
-        how = "make it with sharding.param or pass patterns=" if patterns is None else "add a pattern that matches it"
-        raise ValueError(f"{path}: nothing says what the axes of this {tuple(leaf.shape)} array are; {how}")
+        how = (
+            "make it with sharding.param or pass patterns="
+            if patterns is None
+            else "add a pattern that matches it"
+        )
+        raise ValueError(
+            f"{path}: nothing says what the axes of this {tuple(leaf.shape)} array are; {how}"
+        )
     return _stacked(path, names, leaf.ndim)
 
 
@@ -231,7 +273,9 @@ def _stacked(path, names, ndim) -> tuple[str, ...]:
     if ndim == len(names) + 1:
         names = ("layers", *names)
     if len(names) != ndim:
-        raise ValueError(f"{path}: axes {' '.join(names)!r} name {len(names)} dimensions and the array has {ndim}")
+        raise ValueError(
+            f"{path}: axes {' '.join(names)!r} name {len(names)} dimensions and the array has {ndim}"
+        )
     return names
 
 
@@ -310,11 +354,15 @@ def _einsum_of_wide_weight(subscripts, x, weight, *, out, **options):
 
     def backward(residuals, grad):
         x, weight = residuals
-        (dx,) = jax.linear_transpose(lambda x: _einsum(subscripts, x, weight, out=out, **options), x)(grad)
+        (dx,) = jax.linear_transpose(
+            lambda x: _einsum(subscripts, x, weight, out=out, **options), x
+        )(grad)
         to_weight = options | {"preferred_element_type": wide}
         if _mode() == AxisType.Explicit:
             to_weight["out_sharding"] = jax.typeof(weight).sharding.spec
-        return dx, jnp.einsum(f"{x_axes},{out_axes}->{weight_axes}", x, constrain(grad, out), **to_weight)
+        return dx, jnp.einsum(
+            f"{x_axes},{out_axes}->{weight_axes}", x, constrain(grad, out), **to_weight
+        )
 
     product.defvjp(forward, backward)
     return product(x, weight)
@@ -349,7 +397,9 @@ def gather(
 
     def gather_box(path, box):
         path = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-        return jax.tree.map(lambda leaf: gather_leaf(leaf, functools.partial(_whole, path, box, over, axes)), box)
+        return jax.tree.map(
+            lambda leaf: gather_leaf(leaf, functools.partial(_whole, path, box, over, axes)), box
+        )
 
     def gather_leaf(leaf, whole):
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -362,7 +412,9 @@ def gather(
 
         if wide.itemsize <= narrow.itemsize:
             return gathered(leaf)
-        return _with_gradient_of(lambda leaf: whole(leaf.astype(wide)), lambda leaf: gathered(leaf).astype(wide), leaf)
+        return _with_gradient_of(
+            lambda leaf: whole(leaf.astype(wide)), lambda leaf: gathered(leaf).astype(wide), leaf
+        )
 
     return jax.tree_util.tree_map_with_path(gather_box, tree, is_leaf=_is_box)
 
@@ -375,7 +427,9 @@ def _whole(path, box, over, axes, leaf):
         return jax.sharding.reshard(leaf, _without(jax.typeof(leaf).sharding.spec, over))
     names = _names(axes) if axes is not None else _axes_of(box)
     if names is None:
-        raise ValueError(f"{path or 'gather'}: on an Auto mesh an array without metadata needs axes=")
+        raise ValueError(
+            f"{path or 'gather'}: on an Auto mesh an array without metadata needs axes="
+        )
     spec = current_rules().spec(_stacked(path, names, leaf.ndim))
     return jax.lax.with_sharding_constraint(leaf, _without(spec, over))
 
@@ -409,19 +463,29 @@ def shard_map(function: Callable, *, in_axes: Sequence[str], out_axes):
     def constrained(*args):
         placed = [constrain(arg, axes) for arg, axes in zip(args, in_axes, strict=True)]
         # check_vma: cuDNN's primitives and custom_vjp rules do not track which axes a value varies over.
-        return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*placed)
+        return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+            *placed
+        )
 
     return constrained
 
 
-def global_array(fetch: Callable[[Any], np.ndarray], shape: Sequence[int], axes: str, *, mesh=None, rules=None):
+def global_array(
+    fetch: Callable[[Any], np.ndarray], shape: Sequence[int], axes: str, *, mesh=None, rules=None
+):
     """One global array out of what each host has: `fetch(index)` returns the part at this index, for local devices only."""
     mesh, rules = _mesh_and_rules(mesh, rules)
     sharding = NamedSharding(mesh, rules.spec(axes, shape, mesh=mesh))
     return jax.make_array_from_callback(tuple(shape), sharding, fetch)
 
 
-def explain(tree, patterns: Sequence[tuple[str, str]] | None = None, *, rules: Rules | None = None, mesh=None) -> str:
+def explain(
+    tree,
+    patterns: Sequence[tuple[str, str]] | None = None,
+    *,
+    rules: Rules | None = None,
+    mesh=None,
+) -> str:
     """A table, a line an array: path, shape, logical axes, spec and MiB on each device; the last line is the total."""
     mesh, rules = _mesh_and_rules(mesh, rules)
     rows: list[tuple[str, ...]] = [("array", "shape", "logical axes", "spec", "MiB/device")]
@@ -434,7 +498,15 @@ def explain(tree, patterns: Sequence[tuple[str, str]] | None = None, *, rules: R
         mib = math.prod(shard) * leaf.dtype.itemsize / 2**20
         total += mib
         shown = ", ".join("+".join(_as_tuple(entry)) or "-" for entry in spec)
-        rows.append((path, "x".join(map(str, leaf.shape)) or "scalar", " ".join(names), f"({shown})", f"{mib:,.3f}"))
+        rows.append(
+            (
+                path,
+                "x".join(map(str, leaf.shape)) or "scalar",
+                " ".join(names),
+                f"({shown})",
+                f"{mib:,.3f}",
+            )
+        )
 
     _map_described(add, tree, patterns)
     rows.append(("total", "", "", "", f"{total:,.3f}"))

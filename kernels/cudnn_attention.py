@@ -49,7 +49,12 @@ def attention(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale: float, window: int | No
 
 def _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window):
     out_BSNH, stats_ENS = cudnn._dot_product_attention_fwd_p.bind(
-        q_BSNH, k_BSKH, v_BSKH, *_documents(q_BSNH, k_BSKH, lengths_BM), is_training=True, **_options(scale, window)
+        q_BSNH,
+        k_BSKH,
+        v_BSKH,
+        *_documents(q_BSNH, k_BSKH, lengths_BM),
+        is_training=True,
+        **_options(scale, window),
     )
     real_BS = jnp.arange(q_BSNH.shape[1])[None] < lengths_BM.sum(1, keepdims=True)
     # cuDNN leaves the rows of padding unwritten.
@@ -71,7 +76,9 @@ def _attention_bwd(scale, window, residuals, grad_BSNH):
         grad_BSNH, **_options(scale, window),
     )  # fmt: skip
     real_BS = jnp.arange(q_BSNH.shape[1])[None] < lengths_BM.sum(1, keepdims=True)
-    return *(jnp.where(real_BS[..., None, None], g, jnp.zeros((), g.dtype)) for g in grads[:3]), None
+    return *(
+        jnp.where(real_BS[..., None, None], g, jnp.zeros((), g.dtype)) for g in grads[:3]
+    ), None
 
 
 attention.defvjp(_attention_fwd, _attention_bwd)
@@ -87,7 +94,10 @@ def _options(scale, window):
 def _documents(q_BSNH, k_BSKH, lengths_BM):
     """The primitive's operands after q, k, v: bias, lengths, element offsets, page tables (unused ones are empty)."""
     unused = jnp.zeros(0, q_BSNH.dtype)
-    starts_BM = _starts(lengths_BM) + jnp.arange(lengths_BM.shape[0], dtype=jnp.int32)[:, None] * q_BSNH.shape[1]
+    starts_BM = (
+        _starts(lengths_BM)
+        + jnp.arange(lengths_BM.shape[0], dtype=jnp.int32)[:, None] * q_BSNH.shape[1]
+    )
 
     def offsets(heads, head_size):
         # cuDNN reads one flat list of B * M starts and an end; jax shapes it [B, M + 1].
@@ -114,7 +124,9 @@ def _compact(stats_ENS, lengths_BM):
 def _expand(lse_BSN, lengths_BM):
     """The inverse of `_compact`; places cuDNN never reads hold arbitrary values."""
     (rows, documents), (_, seq, num_heads) = lengths_BM.shape, lse_BSN.shape
-    token_BMS = jnp.minimum(_starts(lengths_BM)[..., None] + jnp.arange(seq, dtype=jnp.int32), seq - 1)
+    token_BMS = jnp.minimum(
+        _starts(lengths_BM)[..., None] + jnp.arange(seq, dtype=jnp.int32), seq - 1
+    )
     stats_BMSN = lse_BSN[jnp.arange(rows)[:, None, None], token_BMS]
     return stats_BMSN.transpose(0, 1, 3, 2).reshape(rows * documents, num_heads, seq)
 

@@ -15,7 +15,9 @@ def attention(q_BSNH, k_BTKH, v_BTKH, segments_BS, scale: float, window: int | N
     """
     rows, seq, _, head_size = q_BSNH.shape
     q_BSKGH = q_BSNH.reshape(rows, seq, k_BTKH.shape[2], -1, head_size)
-    scores_BKGST = jnp.einsum("BSKGH,BTKH->BKGST", q_BSKGH, k_BTKH, preferred_element_type=jnp.float32) * scale
+    scores_BKGST = (
+        jnp.einsum("BSKGH,BTKH->BKGST", q_BSKGH, k_BTKH, preferred_element_type=jnp.float32) * scale
+    )
     mask_BST = visible(segments_BS, window)
     scores_BKGST = jnp.where(mask_BST[:, None, None], scores_BKGST, jnp.finfo(jnp.float32).min)
     weights_BKGST = jax.nn.softmax(scores_BKGST, axis=-1)

@@ -14,7 +14,7 @@ import sys
 
 from absl import app, flags
 
-from jaxscale import anatomy
+from jaxscale.perf import anatomy
 
 DEVICE = flags.DEFINE_integer(
     "device", None, "The GPU to look at; unset, the one that computes longest.", lower_bound=0

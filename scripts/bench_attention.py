@@ -15,10 +15,14 @@ from absl import app, flags
 from jaxscale.ops.attention import attention, document_lengths
 from jaxscale.ops.execution import Execution
 
-SHAPE = flags.DEFINE_list("shape", ["2", "8192", "32", "8", "128"], "rows, sequence, query heads, key heads, head size")
+SHAPE = flags.DEFINE_list(
+    "shape", ["2", "8192", "32", "8", "128"], "rows, sequence, query heads, key heads, head size"
+)
 BOUNDS = flags.DEFINE_list("bounds", ["1", "8", "16", "32", "64"], "documents a row may hold")
 DOCUMENTS = flags.DEFINE_list("documents", ["1", "8"], "documents that a row does hold")
-REPEATS = flags.DEFINE_integer("repeats", 20, "calls of one timing; the median of 3 timings is printed")
+REPEATS = flags.DEFINE_integer(
+    "repeats", 20, "calls of one timing; the median of 3 timings is printed"
+)
 
 
 def main(argv: list[str]) -> None:
@@ -37,7 +41,9 @@ def main(argv: list[str]) -> None:
     execution = Execution()
 
     def dense(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=None if is_cpu else "cudnn")
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation=None if is_cpu else "cudnn"
+        )
 
     report("dense causal", dense, q, k, v, cotangent)
     for bound in map(int, BOUNDS.value):
@@ -59,7 +65,9 @@ def split_evenly(rows: int, seq: int, documents: int) -> np.ndarray:
 
 def report(name, function, q, k, v, cotangent) -> None:
     forward = milliseconds(jax.jit(function), q, k, v)
-    both = milliseconds(jax.jit(lambda q, k, v, g: jax.vjp(function, q, k, v)[1](g)), q, k, v, cotangent)
+    both = milliseconds(
+        jax.jit(lambda q, k, v, g: jax.vjp(function, q, k, v)[1](g)), q, k, v, cotangent
+    )
     print(f"{name:26s} forward {forward:8.3f} ms  forward and backward {both:8.3f} ms", flush=True)
 
 

@@ -80,7 +80,9 @@ def report(dataset, vocab_size):
 
 def measure(rows):
     """Packed tokens a second out of `batches`, after a warm-up that fills the read-ahead."""
-    stream = batches(rows, batch_size=BATCH_SIZE.value, threads=THREADS.value, prefetch=PREFETCH.value)
+    stream = batches(
+        rows, batch_size=BATCH_SIZE.value, threads=THREADS.value, prefetch=PREFETCH.value
+    )
     num_tokens = 0
     try:
         for _ in range(PREFETCH.value + 2):

@@ -25,21 +25,27 @@ from pathlib import Path
 
 from absl import app, flags
 
-from jaxscale import bench
 from jaxscale import config as run_config
 from jaxscale.command_line import EXIT_FAILED, EXIT_MISTAKE, parse_own_flags, read_config, tell
 from jaxscale.data.text import find_files, read_documents
 from jaxscale.models import llama
+from jaxscale.perf import bench
 
 STEPS = flags.DEFINE_integer("steps", 20, "Steps that count, in each run.", lower_bound=5)
 SKIP = flags.DEFINE_integer("skip", 10, "Steps before them that no median counts.", lower_bound=1)
 ORDER = flags.DEFINE_list("order", ["jaxscale", "torchtitan"], "Who runs, one after the other.")
 ROUNDS = flags.DEFINE_integer("rounds", 1, "How often the order is gone through.", lower_bound=1)
-PEER_OPTIONS = flags.DEFINE_string("peer_options", "", "More options of torchtitan.train; the last of two counts.")
+PEER_OPTIONS = flags.DEFINE_string(
+    "peer_options", "", "More options of torchtitan.train; the last of two counts."
+)
 PEER_PYTHON = flags.DEFINE_string("peer_python", sys.executable, "A Python that has torchtitan.")
-WORKDIR = flags.DEFINE_string("workdir", None, "Where the runs' logs go and stay; without it: a temporary folder.")
+WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where the runs' logs go and stay; without it: a temporary folder."
+)
 TIMEOUT = flags.DEFINE_float("timeout", 900, "Seconds after which a run is stopped.")
-COMMIT = flags.DEFINE_string("commit", "", "The commit to put on record where this is no git checkout.")
+COMMIT = flags.DEFINE_string(
+    "commit", "", "The commit to put on record where this is no git checkout."
+)
 
 BENCH_STEP = Path(__file__).with_name("bench_step.py")
 RATE = "tokens_per_second_per_device"
@@ -102,7 +108,9 @@ def compare(settings: list[str], folder: Path) -> dict:
     versions = peer_versions(PEER_PYTHON.value)
     gpus = bench.gpu_names()
     if not gpus:
-        raise ValueError("no GPU here: nvidia-smi lists none, or CUDA_VISIBLE_DEVICES hides them all")
+        raise ValueError(
+            "no GPU here: nvidia-smi lists none, or CUDA_VISIBLE_DEVICES hides them all"
+        )
     write_text(folder / "text", config)
     commands = {
         "jaxscale": jaxscale_command(settings),
@@ -115,7 +123,9 @@ def compare(settings: list[str], folder: Path) -> dict:
             print(f"{name}, round {number} of {ROUNDS.value} ...", file=sys.stderr)
             runs[name].append(runners[name](commands[name], folder / f"{name}_{number}.log"))
             print(f"{name}: {runs[name][-1][RATE]:,.0f} tokens/s/GPU", file=sys.stderr)
-    systems = {name: summarize(runs[name]) | {"command": bench.shown(commands[name])} for name in runs}
+    systems = {
+        name: summarize(runs[name]) | {"command": bench.shown(commands[name])} for name in runs
+    }
     return {
         "name": "peers",
         "settings": settings,
@@ -123,7 +133,9 @@ def compare(settings: list[str], folder: Path) -> dict:
         "num_devices": len(gpus),
         "order": ORDER.value,
         "rounds": ROUNDS.value,
-        "ratio": systems["jaxscale"][RATE] / systems["torchtitan"][RATE] if len(systems) == 2 else None,
+        "ratio": systems["jaxscale"][RATE] / systems["torchtitan"][RATE]
+        if len(systems) == 2
+        else None,
         "systems": systems,
         "peer_versions": versions,
         **bench.provenance(COMMIT.value),
@@ -133,7 +145,9 @@ def compare(settings: list[str], folder: Path) -> dict:
 def flavor_of(model) -> str:
     """torchtitan's name for a model of these sizes. Raises ValueError if it has none."""
     if not isinstance(model, llama.Config):
-        raise ValueError(f"config.model is a {type(model).__module__}, and the peer is asked for Llama 3 only")
+        raise ValueError(
+            f"config.model is a {type(model).__module__}, and the peer is asked for Llama 3 only"
+        )
     sizes = tuple(getattr(model, key) for key in SIZES)
     flavor = next((name for name, known in FLAVORS.items() if known == sizes), None)
     plain = llama.Config(vocab_size=VOCAB_SIZE, **dict(zip(SIZES, sizes, strict=True)))
@@ -143,8 +157,14 @@ def flavor_of(model) -> str:
     if model.head_dim() != plain.head_dim():
         others.append("head_size")
     if flavor is None or others:
-        known = "; ".join(f"{name}: " + ", ".join(map(str, sizes)) for name, sizes in FLAVORS.items())
-        odd = f"config.model.{others[0]}={getattr(model, others[0])!r}" if others else f"{', '.join(map(str, sizes))}"
+        known = "; ".join(
+            f"{name}: " + ", ".join(map(str, sizes)) for name, sizes in FLAVORS.items()
+        )
+        odd = (
+            f"config.model.{others[0]}={getattr(model, others[0])!r}"
+            if others
+            else f"{', '.join(map(str, sizes))}"
+        )
         raise ValueError(
             f"torchtitan has no Llama 3 with {odd}. It has, by {', '.join(SIZES)}: {known}, with a vocabulary of "
             f"{VOCAB_SIZE} and no further options; take configs/llama3_8b.py or configs/llama3_70b.py"
@@ -157,7 +177,12 @@ def peer_versions(python: str) -> dict:
     try:
         environment = os.environ | peer_environment()
         done = subprocess.run(
-            [python, "-c", CHECK], capture_output=True, text=True, timeout=300, check=True, env=environment
+            [python, "-c", CHECK],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+            env=environment,
         )
         versions = json.loads(done.stdout.splitlines()[-1])
     except subprocess.CalledProcessError as error:
@@ -167,7 +192,9 @@ def peer_versions(python: str) -> dict:
     if not versions["cuda"]:
         raise _missing(python, f"torch {versions['torch']} is built without CUDA")
     if not versions["num_gpus"]:
-        raise _missing(python, f"torch {versions['torch']} (CUDA {versions['cuda']}) sees no GPU here")
+        raise _missing(
+            python, f"torch {versions['torch']} (CUDA {versions['cuda']}) sees no GPU here"
+        )
     return versions
 
 
@@ -181,12 +208,16 @@ def _missing(python: str, problem: str) -> MissingPeerError:
 
 def peer_environment() -> dict[str, str]:
     # Absolute folders: the peer runs in another one. Not jaxscale's own: its kernels/ has the name of a package of PyPI.
-    path = [os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    path = [
+        os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part
+    ]
     return {
         "PYTHONPATH": os.pathsep.join(part for part in path if Path(part).resolve() != bench.ROOT),
         "HF_HUB_OFFLINE": "1",
         "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
-        "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0"),  # as jaxscale has it (jaxscale/xla.py)
+        "NCCL_NVLS_ENABLE": os.environ.get(
+            "NCCL_NVLS_ENABLE", "0"
+        ),  # as jaxscale has it (jaxscale/xla.py)
     }
 
 
@@ -195,7 +226,9 @@ def write_text(folder: Path, config: run_config.Config) -> None:
     data = config.data
     format, files = find_files(data.path, data.format)
     if format == "indexed":
-        raise ValueError(f"config.data.path={data.path!r} holds tokens, and torchtitan reads text; give text")
+        raise ValueError(
+            f"config.data.path={data.path!r} holds tokens, and torchtitan reads text; give text"
+        )
     folder.mkdir(exist_ok=True)
     with open(folder / "data.jsonl", "w") as out:
         for text in read_documents(data.path, format, files, data.text_field):
@@ -213,14 +246,20 @@ def write_byte_tokenizer(folder: Path) -> None:
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     except ImportError:
-        raise ValueError("the peer's tokenizer needs the package `tokenizers`: pip install 'jaxscale[data]'") from None
+        raise ValueError(
+            "the peer's tokenizer needs the package `tokenizers`: pip install 'jaxscale[data]'"
+        ) from None
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+    )
 
 
 def jaxscale_command(settings: list[str]) -> list[str]:
@@ -236,7 +275,9 @@ def run_jaxscale(command: list[str], output: Path) -> dict:
     return json.loads(output.read_text().splitlines()[-1])
 
 
-def torchtitan_command(config: run_config.Config, flavor: str, num_gpus: int, text: Path) -> list[str]:
+def torchtitan_command(
+    config: run_config.Config, flavor: str, num_gpus: int, text: Path
+) -> list[str]:
     sizes = run_config.validate_on(config, num_gpus)
     rows = config.batch_size // config.grad_accumulation // (sizes["data"] * sizes["fsdp"])
     # As `torchrun` does, which need not be on the path.
@@ -270,12 +311,22 @@ def torchtitan_command(config: run_config.Config, flavor: str, num_gpus: int, te
 
 def run_torchtitan(command: list[str], output: Path) -> dict:
     environment = peer_environment() | {"HF_HOME": str(output.with_name("huggingface"))}
-    bench.run(command, output=output, timeout_seconds=TIMEOUT.value, environment=environment, folder=output.parent)
+    bench.run(
+        command,
+        output=output,
+        timeout_seconds=TIMEOUT.value,
+        environment=environment,
+        folder=output.parent,
+    )
     lines = [
-        line for line in parse_lines(output.read_text(errors="replace")) if line["step"] >= SKIP.value + LINE_STEPS
+        line
+        for line in parse_lines(output.read_text(errors="replace"))
+        if line["step"] >= SKIP.value + LINE_STEPS
     ]
     if not lines:
-        raise bench.FailedError(f"torchtitan printed no line after step {SKIP.value}:\n{bench.tail(output)}")
+        raise bench.FailedError(
+            f"torchtitan printed no line after step {SKIP.value}:\n{bench.tail(output)}"
+        )
     return peer_figures(lines)
 
 
@@ -315,7 +366,9 @@ def summarize(runs: list[dict]) -> dict:
         f"{RATE}_min": min(run[f"{RATE}_min"] for run in runs),
         f"{RATE}_max": max(run[f"{RATE}_max"] for run in runs),
         # Not known of every GPU.
-        "mfu_full": None if runs[0]["mfu_full"] is None else statistics.median(run["mfu_full"] for run in runs),
+        "mfu_full": None
+        if runs[0]["mfu_full"] is None
+        else statistics.median(run["mfu_full"] for run in runs),
         "peak_memory_gib": max(run["peak_memory_gib"] for run in runs),
         "runs": runs,
     }
@@ -328,7 +381,9 @@ def wait_until_idle() -> None:
         if used is None or used < IDLE_GIB:
             return
         time.sleep(1)
-    raise bench.FailedError(f"a GPU holds {used:.1f} GiB of somebody else's: nothing is measured beside other work")
+    raise bench.FailedError(
+        f"a GPU holds {used:.1f} GiB of somebody else's: nothing is measured beside other work"
+    )
 
 
 def free_port() -> int:

@@ -21,18 +21,26 @@ from pathlib import Path
 
 from absl import app, flags
 
-from jaxscale import bench
 from jaxscale.command_line import EXIT_FAILED, parse_own_flags, tell
 from jaxscale.data.convert import default_cache_dir
+from jaxscale.perf import bench
 
 STEPS = flags.DEFINE_integer("steps", 20, "Steps that count.", lower_bound=1)
 SKIP = flags.DEFINE_integer("skip", 10, "Steps before them that no median counts.", lower_bound=1)
 WARM = flags.DEFINE_bool("warm", True, "Start a second time, with the programs in the cache.")
-PROFILE = flags.DEFINE_bool("profile", True, "Record three more steps, for the share of exposed communication.")
-WORKDIR = flags.DEFINE_string("workdir", None, "Where the runs go and stay; without it: a temporary folder.")
-KEEP = flags.DEFINE_bool("keep", False, "Keep the temporary folder: metrics, what the runs printed, the profile.")
+PROFILE = flags.DEFINE_bool(
+    "profile", True, "Record three more steps, for the share of exposed communication."
+)
+WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where the runs go and stay; without it: a temporary folder."
+)
+KEEP = flags.DEFINE_bool(
+    "keep", False, "Keep the temporary folder: metrics, what the runs printed, the profile."
+)
 TIMEOUT = flags.DEFINE_float("timeout", 900, "Seconds after which a run is stopped.")
-COMMIT = flags.DEFINE_string("commit", "", "The commit to put on record where this is no git checkout.")
+COMMIT = flags.DEFINE_string(
+    "commit", "", "The commit to put on record where this is no git checkout."
+)
 
 TRAIN = Path(__file__).with_name("train.py")
 PROFILED_STEPS = 3
@@ -75,7 +83,11 @@ def make_caches(folder: Path, has_gpus: bool) -> dict[str, str]:
     (folder / "jaxscale").mkdir(parents=True)
     (folder / "jaxscale" / "data").symlink_to(tokens)
     # Off without GPUs: a CPU's train steps, read back from the cache, have deadlocked (jaxscale/xla.py).
-    programs = {"JAX_COMPILATION_CACHE_DIR": str(folder / "jax")} if has_gpus else {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+    programs = (
+        {"JAX_COMPILATION_CACHE_DIR": str(folder / "jax")}
+        if has_gpus
+        else {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+    )
     return {"XDG_CACHE_HOME": str(folder), "CUDA_CACHE_PATH": str(folder / "cuda"), **programs}
 
 
@@ -89,7 +101,9 @@ def measure(settings: list[str], folder: Path) -> dict:
     cold = Run(folder / "cold", num_steps + num_profiled, caches)
     cold.train([*settings, *SETTINGS, *profile])
     warm = Run(folder / "warm", WARM_STEPS, caches)
-    if WARM.value and gpus:  # without GPUs there is no cache, and a second start is as cold as the first
+    if (
+        WARM.value and gpus
+    ):  # without GPUs there is no cache, and a second start is as cold as the first
         warm.train([*settings, *SETTINGS])
     return {
         "name": "train_step",
@@ -100,7 +114,9 @@ def measure(settings: list[str], folder: Path) -> dict:
         **starts("cold", cold),
         **starts("warm", warm),
         "predicted_memory_gib": cold.value("predicted_memory_gib"),
-        "exposed_communication_share": exposed_share(cold.workdir / "profile") if num_profiled else None,
+        "exposed_communication_share": exposed_share(cold.workdir / "profile")
+        if num_profiled
+        else None,
         **bench.provenance(COMMIT.value),
     }
 
@@ -164,7 +180,15 @@ def rates(steps: list[dict]) -> dict:
     """What bench.summarize gives, under names that say what it is; None for what this device does not tell."""
     summary = bench.summarize(steps, SKIP.value)
     name = "tokens_per_second_per_device"
-    others = ("mfu_full", "mfu_causal", "step_seconds", "data_wait_share", "peak_memory_gib", "first_loss", "last_loss")
+    others = (
+        "mfu_full",
+        "mfu_causal",
+        "step_seconds",
+        "data_wait_share",
+        "peak_memory_gib",
+        "first_loss",
+        "last_loss",
+    )
     return {
         "steps": STEPS.value,
         name: summary[name],
@@ -185,7 +209,7 @@ def starts(name: str, run: Run) -> dict:
 
 
 def exposed_share(profile: Path) -> float | None:
-    from jaxscale import anatomy
+    from jaxscale.perf import anatomy
 
     try:
         return anatomy.anatomy(anatomy.read(profile)).exposed_communication_share
@@ -198,10 +222,14 @@ def describe(record: dict) -> str:
     """The record in a line a person reads."""
 
     def seconds(name: str) -> str:
-        both = [show(record[f"{name}_{start}"], "{:.1f} s") + f" {start}" for start in ("cold", "warm")]
+        both = [
+            show(record[f"{name}_{start}"], "{:.1f} s") + f" {start}" for start in ("cold", "warm")
+        ]
         return ", ".join(both)
 
-    rate, low, high = (f"{record[f'tokens_per_second_per_device{end}']:,.0f}" for end in ("", "_min", "_max"))
+    rate, low, high = (
+        f"{record[f'tokens_per_second_per_device{end}']:,.0f}" for end in ("", "_min", "_max")
+    )
     return (
         f"{record['num_devices']} x {record['device_kind']}: {rate} ({low} - {high}) tokens/s/device; "
         f"MFU {show(record['mfu_full'], '{:.1%}')} full, {show(record['mfu_causal'], '{:.1%}')} causal; "

@@ -34,29 +34,49 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from jaxscale import bench, xla
 from jaxscale import config as run_config
 from jaxscale.command_line import EXIT_FAILED, EXIT_MISTAKE, parse_own_flags, read_config, tell
+from jaxscale.compile import fit
 from jaxscale.config import Config, ProfileConfig, Remat
 from jaxscale.data.batch import Batch
 from jaxscale.data.loader import Corpus, open_dataset
-from jaxscale.train import fit
-from jaxscale.train.feed import device_batches
+from jaxscale.perf import bench
+from jaxscale.step.feed import device_batches
+from jaxscale.step.state import Plan, abstract_state, init_state, plan_for_data
 from jaxscale.train.profile import Profile
-from jaxscale.train.state import Plan, abstract_state, init_state, plan_for_data
+from jaxscale.xla import options as xla
 
-VARIANTS = flags.DEFINE_multi_string("variant", [], "A name, a colon and settings between spaces; may be repeated.")
+VARIANTS = flags.DEFINE_multi_string(
+    "variant", [], "A name, a colon and settings between spaces; may be repeated."
+)
 PAIRS = flags.DEFINE_bool("pairs", False, "Add every pair of variants, but for the first.")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "How often every variant is timed.", lower_bound=1)
-STEPS = flags.DEFINE_integer("steps", 3, "Steps that count, in each round, after one that does not.", lower_bound=1)
-PROFILE = flags.DEFINE_list("profile", [], "Variants to record 3 more steps of, in WORKDIR/NAME (scripts/anatomy.py).")
+STEPS = flags.DEFINE_integer(
+    "steps", 3, "Steps that count, in each round, after one that does not.", lower_bound=1
+)
+PROFILE = flags.DEFINE_list(
+    "profile", [], "Variants to record 3 more steps of, in WORKDIR/NAME (scripts/anatomy.py)."
+)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the profiles go.")
-COMMIT = flags.DEFINE_string("commit", "", "The commit to put on record where this is no git checkout.")
+COMMIT = flags.DEFINE_string(
+    "commit", "", "The commit to put on record where this is no git checkout."
+)
 
 PROFILED_STEPS = 3
 NAME = re.compile(r"\w[\w.-]*")  # also of a folder
 # Parts of the config that choose the batches, or that the step does not know of.
-COMMON = ("batch_size", "seq_len", "seed", "data", "steps", "checkpoint", "evaluation", "sample", "log", "profile")
+COMMON = (
+    "batch_size",
+    "seq_len",
+    "seed",
+    "data",
+    "steps",
+    "checkpoint",
+    "evaluation",
+    "sample",
+    "log",
+    "profile",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +112,12 @@ def main(argv: list[str]) -> int:
         variants = read_variants(VARIANTS.value)
         check_profiles(variants)
         config = read_config(argv[1:])
-        corpus = open_dataset(config.data, seed=config.seed, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
+        corpus = open_dataset(
+            config.data,
+            seed=config.seed,
+            seq_len=config.seq_len,
+            vocab_size=config.model.vocab_size,
+        )
         xla.enable_compilation_cache()
         plans = make_plans(variants, config, argv[1:], corpus, left_out)
         timed = measure(plans, corpus, left_out)
@@ -114,11 +139,19 @@ def read_variants(texts: list[str]) -> list[Variant]:
         name, _, settings = text.partition(":")
         variant = Variant(name.strip(), tuple(settings.split()))
         if not NAME.fullmatch(variant.name):
-            raise ValueError(f"--variant={text!r}: begin with a name of letters, digits, '_', '.' and '-', then ':'")
+            raise ValueError(
+                f"--variant={text!r}: begin with a name of letters, digits, '_', '.' and '-', then ':'"
+            )
         if variant.name in [other.name for other in variants]:
-            raise ValueError(f"--variant={text!r}: there is another of this name; choose another name")
-        if wrong := [setting for setting in variant.settings if not re.fullmatch(r"\w[\w.]*=\S*", setting)]:
-            raise ValueError(f"--variant={text!r}: {wrong[0]!r} is no setting; write key=value, without spaces")
+            raise ValueError(
+                f"--variant={text!r}: there is another of this name; choose another name"
+            )
+        if wrong := [
+            setting for setting in variant.settings if not re.fullmatch(r"\w[\w.]*=\S*", setting)
+        ]:
+            raise ValueError(
+                f"--variant={text!r}: {wrong[0]!r} is no setting; write key=value, without spaces"
+            )
         variants.append(variant)
     if not variants:
         raise ValueError("name the variants: --variant='base' --variant='full: remat=full' ...")
@@ -151,23 +184,33 @@ def config_of(variant: Variant, common: Config, words: list[str]) -> Config:
         key = setting.partition("=")[0]
         run_config.check_key(common, key)
         if key.partition(".")[0] in COMMON:
-            raise ValueError(f"config.{key} is the same for all variants: set it with --config.{setting}")
+            raise ValueError(
+                f"config.{key} is the same for all variants: set it with --config.{setting}"
+            )
         if key == "xla_options":
-            raise ValueError("config.xla_options: write the options alone, such as xla_gpu_enable_triton_gemm=false")
+            raise ValueError(
+                "config.xla_options: write the options alone, such as xla_gpu_enable_triton_gemm=false"
+            )
     config = read_config([*words, *(f"--config.{setting}" for setting in changes)])
     return dataclasses.replace(config, xla_options=(*config.xla_options, *options_of(variant)))
 
 
 def options_of(variant: Variant) -> list[str]:
     """XLA's, and JAX's optimization_level."""
-    return [text for text in variant.settings if re.match(r"xla_(?!options=)|optimization_level=", text)]
+    return [
+        text for text in variant.settings if re.match(r"xla_(?!options=)|optimization_level=", text)
+    ]
 
 
 # Before anything is measured.
 
 
 def make_plans(
-    variants: list[Variant], common: Config, words: list[str], corpus: Corpus, left_out: dict[str, str]
+    variants: list[Variant],
+    common: Config,
+    words: list[str],
+    corpus: Corpus,
+    left_out: dict[str, str],
 ) -> list[tuple[Variant, Plan]]:
     """common: the config of `words`. Raises ValueError for a variant that cannot be; such a pair is left out."""
     plans: list[tuple[Variant, Plan]] = []
@@ -176,7 +219,9 @@ def make_plans(
             continue  # of an option without effect: it would equal the other one
         try:
             config = config_of(variant, common, words)
-            if useless := [option for option in options_of(variant) if not has_effect(option, config)]:
+            if useless := [
+                option for option in options_of(variant) if not has_effect(option, config)
+            ]:
                 leave_out(variant.name, f"{useless[0]} has no effect here", left_out)
                 continue
             plan = plan_of(config, corpus)
@@ -227,7 +272,9 @@ def leave_out(name: str, reason: str, left_out: dict[str, str]) -> None:
 # Compiling and timing.
 
 
-def measure(plans: list[tuple[Variant, Plan]], corpus: Corpus, left_out: dict[str, str]) -> dict[str, Timed]:
+def measure(
+    plans: list[tuple[Variant, Plan]], corpus: Corpus, left_out: dict[str, str]
+) -> dict[str, Timed]:
     """By name, those that were timed to the end. Raises bench.FailedError if none was."""
     # Before there is a state: XLA's autotuning then has the memory for itself, as in `train`.
     timed = compile_all(plans, left_out)
@@ -258,9 +305,16 @@ def compile_all(plans: list[tuple[Variant, Plan]], left_out: dict[str, str]) -> 
             continue
         usable_gib = fit.USABLE * fit.pool_of(plan)
         if step.compiled is None or step.memory_gib > usable_gib:
-            leave_out(variant.name, f"it needs {step.memory_gib:.1f} GiB, and {usable_gib:.1f} can be used", left_out)
+            leave_out(
+                variant.name,
+                f"it needs {step.memory_gib:.1f} GiB, and {usable_gib:.1f} can be used",
+                left_out,
+            )
             continue
-        print(f"{variant.name}: compiled in {step.compile_seconds:.1f} s, {step.memory_gib:.1f} GiB", file=sys.stderr)
+        print(
+            f"{variant.name}: compiled in {step.compile_seconds:.1f} s, {step.memory_gib:.1f} GiB",
+            file=sys.stderr,
+        )
         timed[variant.name] = Timed(variant, step)
     return timed
 
@@ -284,12 +338,16 @@ def open_loaders(timed: dict[str, Timed], corpus: Corpus) -> Iterator[Callable[[
     plans = {each.num_microbatches(): each.step.plan for each in timed.values()}
     with contextlib.ExitStack() as stack:
         loaders = {
-            num_microbatches: stack.enter_context(contextlib.closing(device_batches(plan, corpus.train, start=0)))
+            num_microbatches: stack.enter_context(
+                contextlib.closing(device_batches(plan, corpus.train, start=0))
+            )
             for num_microbatches, plan in plans.items()
         }
 
         def next_batches(count: int) -> Batches:
-            return jax.block_until_ready({key: [next(loader) for _ in range(count)] for key, loader in loaders.items()})
+            return jax.block_until_ready(
+                {key: [next(loader) for _ in range(count)] for key, loader in loaders.items()}
+            )
 
         yield next_batches
 
@@ -328,7 +386,9 @@ class Contest:
         timed.loss = float(metrics["loss"])
         # Sums over NaNs take less power than real ones, and all that follow on this state would have them.
         if not math.isfinite(timed.loss + float(metrics["grad_norm"])):
-            raise FloatingPointError(f"the loss is {timed.loss}, the gradient norm {metrics['grad_norm']}")
+            raise FloatingPointError(
+                f"the loss is {timed.loss}, the gradient norm {metrics['grad_norm']}"
+            )
         return seconds
 
 
@@ -346,10 +406,14 @@ def time_round(contest: Contest, number: int, batches: Batches) -> None:
     for name in (*names[first:], *names[:first]):
         timed = contest.running[name]
         unmeasured, *measured = batches[timed.num_microbatches()]
-        contest.run(name, [unmeasured])  # after it, the variant before has left nothing in caches and queues
+        contest.run(
+            name, [unmeasured]
+        )  # after it, the variant before has left nothing in caches and queues
         if (seconds := contest.run(name, measured)) is not None:
             timed.round_seconds.append(seconds)
-    shown = ", ".join(f"{name} {timed.round_seconds[-1] * 1e3:.1f}" for name, timed in contest.running.items())
+    shown = ", ".join(
+        f"{name} {timed.round_seconds[-1] * 1e3:.1f}" for name, timed in contest.running.items()
+    )
     print(f"round {number + 1} of {ROUNDS.value}, ms: {shown}", file=sys.stderr)
 
 
@@ -395,11 +459,16 @@ def make_record(timed: dict[str, Timed], left_out: dict[str, str], words: list[s
 
 def figures(timed: Timed, first: Timed) -> dict:
     plan, seconds = timed.step.plan, statistics.median(timed.round_seconds)
-    ratios = [mine / its for mine, its in zip(timed.round_seconds, first.round_seconds, strict=True)]
+    ratios = [
+        mine / its for mine, its in zip(timed.round_seconds, first.round_seconds, strict=True)
+    ]
     return {
         "settings": timed.variant.settings,
         "step_seconds": seconds,
-        "tokens_per_second_per_device": plan.config.batch_size * plan.config.seq_len / seconds / plan.mesh.size,
+        "tokens_per_second_per_device": plan.config.batch_size
+        * plan.config.seq_len
+        / seconds
+        / plan.mesh.size,
         "ratio": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
@@ -423,7 +492,9 @@ def table(record: dict) -> str:
     for name, *numbers in rows:
         aligned = (number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True))
         lines.append("  ".join((name.ljust(widths[0]), *aligned)))
-    return "\n".join([*lines, *(f"{name}  left out: {reason}" for name, reason in record["left_out"].items())])
+    return "\n".join(
+        [*lines, *(f"{name}  left out: {reason}" for name, reason in record["left_out"].items())]
+    )
 
 
 def cells(name: str, each: dict) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ DOCUMENTS_PER_ROW = 8
 
 def main(argv: list[str]) -> int | None:
     del argv
-    from jaxscale.train import ahead
+    from jaxscale.compile import ahead
 
     config = CONFIG.value
     config.data.max_documents_per_row = config.data.max_documents_per_row or DOCUMENTS_PER_ROW
@@ -41,9 +41,13 @@ def main(argv: list[str]) -> int | None:
         return tell(error, EXIT_MISTAKE)
     assert step.compiled is not None
     hlo = step.compiled.as_text() or ""
-    print(f"{len(devices)} x {devices[0].device_kind}, compiled in {time.perf_counter() - began:.1f} s")
+    print(
+        f"{len(devices)} x {devices[0].device_kind}, compiled in {time.perf_counter() - began:.1f} s"
+    )
     print(f"remat: {step.plan.execution.remat.value}")
-    print(f"fits: {step.memory_gib:.1f} of {pool_gib:.1f} GiB a GPU, besides NCCL, cuDNN and the CUDA context")
+    print(
+        f"fits: {step.memory_gib:.1f} of {pool_gib:.1f} GiB a GPU, besides NCCL, cuDNN and the CUDA context"
+    )
     for name, count in sorted(ahead.count_calls(hlo).items()):
         print(f"{count:5d}  {name}")
     if DUMP.value:

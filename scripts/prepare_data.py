@@ -17,30 +17,46 @@ from jaxscale.data.tokenizer import open_tokenizer
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
 
-INPUT = flags.DEFINE_string("input", None, "text, JSONL or Parquet: a file, folder or glob; or 'python-stdlib'")
-OUTPUT = flags.DEFINE_string("output", None, "prefix of the store: OUTPUT.bin and OUTPUT.idx are written")
-TOKENIZER = flags.DEFINE_string("tokenizer", "bytes", "'bytes', or the path of a Hugging Face tokenizer.json")
+INPUT = flags.DEFINE_string(
+    "input", None, "text, JSONL or Parquet: a file, folder or glob; or 'python-stdlib'"
+)
+OUTPUT = flags.DEFINE_string(
+    "output", None, "prefix of the store: OUTPUT.bin and OUTPUT.idx are written"
+)
+TOKENIZER = flags.DEFINE_string(
+    "tokenizer", "bytes", "'bytes', or the path of a Hugging Face tokenizer.json"
+)
 FORMAT = flags.DEFINE_enum("format", "auto", FORMATS, "auto goes by the files' suffixes")
-TEXT_FIELD = flags.DEFINE_string("text_field", "text", "the field that holds the text in JSONL and Parquet")
+TEXT_FIELD = flags.DEFINE_string(
+    "text_field", "text", "the field that holds the text in JSONL and Parquet"
+)
 OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace an existing store")
 flags.mark_flags_as_required(["input", "output"])
 
 
 def main(argv):
     if argv[1:]:
-        raise app.UsageError(f"unexpected {argv[1:]}: quote globs, so that the shell does not expand them")
+        raise app.UsageError(
+            f"unexpected {argv[1:]}: quote globs, so that the shell does not expand them"
+        )
     prefix = indexed.strip_suffix(OUTPUT.value)
     if indexed.is_store(prefix) and not OVERWRITE.value:
-        raise app.UsageError(f"{prefix}.bin or .idx exists; pass --overwrite to replace it, or another --output")
+        raise app.UsageError(
+            f"{prefix}.bin or .idx exists; pass --overwrite to replace it, or another --output"
+        )
     start = time.monotonic()
     try:
         tokenizer = open_tokenizer(TOKENIZER.value)
-        store = convert(INPUT.value, prefix, tokenizer, format=FORMAT.value, text_field=TEXT_FIELD.value)
+        store = convert(
+            INPUT.value, prefix, tokenizer, format=FORMAT.value, text_field=TEXT_FIELD.value
+        )
     except ValueError as error:
         raise app.UsageError(str(error)) from error
     seconds = time.monotonic() - start
     logging.info("%d documents, %d tokens in %.1f s", len(store), store.num_tokens, seconds)
-    logging.info("train with --config.data.path=%s, vocab_size at least %d", prefix, tokenizer.vocab_size)
+    logging.info(
+        "train with --config.data.path=%s, vocab_size at least %d", prefix, tokenizer.vocab_size
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Records the kernels that XLA chooses for a config's step by timing them on this machine: what jaxscale/targets ships.
+"""Records the kernels that XLA chooses for a config's step by timing them on this machine: what jaxscale/xla/targets ships.
 
     python scripts/record_kernels.py --config configs/llama3_8b.py [--config.x=y ...] [--output=FILE]
 
@@ -18,16 +18,19 @@ from pathlib import Path
 import jax
 from absl import app, flags
 
-from jaxscale import bench, xla
 from jaxscale import config as run_config
-from jaxscale.checksums import write_atomically
+from jaxscale.checkpoint.checksums import write_atomically
 from jaxscale.command_line import EXIT_MISTAKE, parse_own_flags, read_config, tell
+from jaxscale.compile import fit
 from jaxscale.config import Config
 from jaxscale.data.loader import open_dataset
-from jaxscale.train import fit
-from jaxscale.train.state import plan_for_data
+from jaxscale.perf import bench
+from jaxscale.step.state import plan_for_data
+from jaxscale.xla import options as xla
 
-OUTPUT = flags.DEFINE_string("output", None, "The file to add to; default: of this card, in jaxscale/targets.")
+OUTPUT = flags.DEFINE_string(
+    "output", None, "The file to add to; default: of this card, in jaxscale/xla/targets."
+)
 
 
 def main(argv: list[str]) -> int:
@@ -50,10 +53,14 @@ def main(argv: list[str]) -> int:
 def output_of(gpus: list[str]) -> Path:
     """gpus: as nvidia-smi names them. Raises ValueError where XLA times nothing, or there is nowhere to write."""
     if not gpus:
-        raise ValueError("XLA times kernels on GPUs only, and there is none here: run this on the card to record")
+        raise ValueError(
+            "XLA times kernels on GPUs only, and there is none here: run this on the card to record"
+        )
     output = Path(OUTPUT.value) if OUTPUT.value else xla.kernels_path(gpus[0])
     if output is None:
-        raise ValueError(f"{gpus[0]!r} has no short name such as H200: name the file, --output=FILE")
+        raise ValueError(
+            f"{gpus[0]!r} has no short name such as H200: name the file, --output=FILE"
+        )
     if not output.parent.is_dir():
         raise ValueError(f"--output={output}: there is no folder {output.parent}; make it first")
     return output
@@ -61,15 +68,24 @@ def output_of(gpus: list[str]) -> Path:
 
 def chosen_anew(config: Config) -> str:
     """What XLA writes down when it compiles the step with no earlier choices at hand. Raises ValueError."""
-    corpus = open_dataset(config.data, seed=config.seed, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
+    corpus = open_dataset(
+        config.data, seed=config.seed, seq_len=config.seq_len, vocab_size=config.model.vocab_size
+    )
     jax.config.update("jax_enable_compilation_cache", False)
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "kernels.txtpb"
-        options = ("xla_gpu_load_autotune_results_from=", f"xla_gpu_dump_autotune_results_to={written}")
+        options = (
+            "xla_gpu_load_autotune_results_from=",
+            f"xla_gpu_dump_autotune_results_to={written}",
+        )
         config = dataclasses.replace(config, xla_options=(*config.xla_options, *options))
-        fit.compile_plan(plan_for_data(config, corpus, run_config.validate_on(config, jax.device_count())))
+        fit.compile_plan(
+            plan_for_data(config, corpus, run_config.validate_on(config, jax.device_count()))
+        )
         if not written.exists():
-            raise ValueError("XLA wrote no choices: config.xla_options or XLA_FLAGS turn its autotuning off")
+            raise ValueError(
+                "XLA wrote no choices: config.xla_options or XLA_FLAGS turn its autotuning off"
+            )
         return written.read_text()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from jaxscale import bench
+from jaxscale.perf import bench
 
 SKIP = flags.DEFINE_integer("skip", 10, "Steps at the start that no median counts.")
 
@@ -26,10 +26,16 @@ def main(argv: list[str]) -> int | None:
             return 2
         steps = bench.steps_of(records)
         if len(steps) <= SKIP.value + 1:
-            print(f"error: {path} has {len(steps)} steps, of which --skip={SKIP.value} and the last leave none")
+            print(
+                f"error: {path} has {len(steps)} steps, of which --skip={SKIP.value} and the last leave none"
+            )
             return 2
         report = bench.summarize(steps, SKIP.value)
-        report |= {key: steps[0][key] for key in ("compile_seconds", "predicted_memory_gib") if key in steps[0]}
+        report |= {
+            key: steps[0][key]
+            for key in ("compile_seconds", "predicted_memory_gib")
+            if key in steps[0]
+        }
         print(f"{path}: " + ", ".join(f"{key} {value:,.6g}" for key, value in report.items()))
         print(json.dumps({"run": path} | report))
     return None

@@ -12,7 +12,9 @@ from jaxscale import config as run_config
 from jaxscale.command_line import EXIT_FAILED, EXIT_MISTAKE, define_config, parse_flags, tell
 
 CONFIG = define_config()
-WORKDIR = flags.DEFINE_string("workdir", None, "Where config.json, metrics, checkpoints and TensorBoard files go.")
+WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where config.json, metrics, checkpoints and TensorBoard files go."
+)
 flags.mark_flags_as_required(["config", "workdir"])
 
 EXIT_INTERRUPTED = 130
@@ -36,7 +38,8 @@ def run(config: run_config.Config) -> bool:
     """True if it was interrupted."""
     import jax
 
-    from jaxscale import distributed, xla
+    from jaxscale import distributed
+    from jaxscale.xla import options as xla
 
     xla.set_environment()
     distributed.initialize()
@@ -45,7 +48,9 @@ def run(config: run_config.Config) -> bool:
     logging.getLogger("jaxscale").setLevel(logging.INFO if is_lead else logging.ERROR)
     from jaxscale.train.loop import train
 
-    return train(config, str(WORKDIR.value), command=shlex.join([interpreter(), *sys.argv])).interrupted
+    return train(
+        config, str(WORKDIR.value), command=shlex.join([interpreter(), *sys.argv])
+    ).interrupted
 
 
 def interpreter() -> str:

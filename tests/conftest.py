@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-assert "jax" not in sys.modules, "a pytest plugin imported jax before tests/conftest.py could set it up"
+assert "jax" not in sys.modules, (
+    "a pytest plugin imported jax before tests/conftest.py could set it up"
+)
 
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
@@ -61,7 +63,9 @@ def write_small_config():
 
     def write(folder, *, batch_size):
         for number in range(8):
-            (folder / f"{number}.txt").write_text(f"The cat {number} sat on the mat and looked at the moon. " * 12)
+            (folder / f"{number}.txt").write_text(
+                f"The cat {number} sat on the mat and looked at the moon. " * 12
+            )
         (folder / "config.py").write_text(SMALL_CONFIG.format(folder=folder, batch_size=batch_size))
         return folder / "config.py"
 

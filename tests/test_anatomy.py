@@ -16,10 +16,10 @@ from jax.profiler import ProfileData
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.anatomy import anatomy, find_steps, partition, plot, read, table
-from jaxscale.hlo_names import programs
-from jaxscale.kernel_kinds import CATEGORIES, Kernel, classify, collective_kind
-from jaxscale.xplane import Events, Trace
+from jaxscale.perf.anatomy import anatomy, find_steps, partition, plot, read, table
+from jaxscale.perf.categories import CATEGORIES, Kernel, classify, collective_kind
+from jaxscale.perf.graph_names import programs
+from jaxscale.perf.trace import Events, Trace
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "anatomy.py"
 MODULE = "jit_train_step"
@@ -61,13 +61,19 @@ PARTS = dict(
 
 
 def moved(launches, by):
-    return [dataclasses.replace(each, start=each.start + by, end=each.end + by) for each in launches]
+    return [
+        dataclasses.replace(each, start=each.start + by, end=each.end + by) for each in launches
+    ]
 
 
 def steps(count, step=STEP):
     """`count` whole steps after the end of another and before the beginning of a next one."""
     whole = [launch for number in range(1, count + 1) for launch in moved(step, 1000 * number)]
-    return [x for x in step if x.start >= 600] + whole + moved([x for x in step if x.start < 400], 1000 * (count + 1))
+    return (
+        [x for x in step if x.start >= 600]
+        + whole
+        + moved([x for x in step if x.start < 400], 1000 * (count + 1))
+    )
 
 
 def write_trace(file, devices):
@@ -89,7 +95,12 @@ def _plane(name, launches):
     for stream in sorted({each.stream for each in launches}):
         events = []
         for each in (each for each in launches if each.stream == stream):
-            stats = {"hlo_op": each.hlo_op, "name": each.op_name, "hlo_module": each.module, "tf_op": "XlaModule"}
+            stats = {
+                "hlo_op": each.hlo_op,
+                "name": each.op_name,
+                "hlo_module": each.module,
+                "tf_op": "XlaModule",
+            }
             refs = "".join(
                 f"stats {{ metadata_id: {number(key)} ref_value: {number(value)} }}"
                 for key, value in stats.items()
@@ -99,9 +110,13 @@ def _plane(name, launches):
                 f"events {{ metadata_id: {number(each.name)} offset_ps: {each.start * 1000}"
                 f" duration_ps: {(each.end - each.start) * 1000} {refs} }}"
             )
-        lines.append(f'lines {{ id: {stream} name: "Stream #{stream}(Compute)" timestamp_ns: 0 {" ".join(events)} }}')
+        lines.append(
+            f'lines {{ id: {stream} name: "Stream #{stream}(Compute)" timestamp_ns: 0 {" ".join(events)} }}'
+        )
     # Another view of the same time, which must not count again.
-    lines.append(f'lines {{ id: 900 name: "XLA Ops" events {{ metadata_id: {number("x")} duration_ps: 9000000 }} }}')
+    lines.append(
+        f'lines {{ id: 900 name: "XLA Ops" events {{ metadata_id: {number("x")} duration_ps: 9000000 }} }}'
+    )
     tables = "".join(
         f'{kind} {{ key: {key} value {{ id: {key} name: "{text}" }} }}\n'
         for text, key in strings.items()
@@ -139,7 +154,11 @@ def cpu_profile(tmp_path_factory):
     def local(a):
         return jax.lax.all_gather(a, "x", tiled=True), jax.lax.psum(jnp.tile(a[:32], (3, 1)), "x")
 
-    f = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=(P(None), P(None)), check_vma=False))
+    f = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=P("x"), out_specs=(P(None), P(None)), check_vma=False
+        )
+    )
     a = jax.device_put(jnp.ones((8 * 64, 32), jnp.float32), NamedSharding(mesh, P("x")))
     jax.block_until_ready(f(a))
     with jax.profiler.trace(folder):
@@ -149,11 +168,18 @@ def cpu_profile(tmp_path_factory):
 
 def test_a_step_is_divided_among_the_categories(trace_file):
     step = anatomy(read(trace_file))
-    assert {key: round(value * 1e9, 6) for key, value in step.seconds.items()} == dict.fromkeys(CATEGORIES, 0) | PARTS
+    assert {key: round(value * 1e9, 6) for key, value in step.seconds.items()} == dict.fromkeys(
+        CATEGORIES, 0
+    ) | PARTS
     assert step.hidden_communication_seconds == pytest.approx(350e-9)
     assert step.exposed_communication_share == pytest.approx(0.1)
     assert (step.module, step.num_steps, len(step.loads)) == (MODULE, 3, 2)
-    assert step.step_seconds == step.fastest_step_seconds == step.slowest_step_seconds == pytest.approx(1e-6)
+    assert (
+        step.step_seconds
+        == step.fastest_step_seconds
+        == step.slowest_step_seconds
+        == pytest.approx(1e-6)
+    )
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -190,7 +216,10 @@ def test_what_a_collective_takes_on_the_fastest_gpu_is_transfer_and_the_rest_is_
     late = [dataclasses.replace(x, start=590) if "ReduceScatter" in x.name else x for x in STEP]
     trace = read(write_trace(tmp_path / "x.xplane.pb", {0: steps(3), 1: steps(3, late)}))
     gather, scatter = anatomy(trace, 0).collectives
-    assert (scatter.seconds, scatter.transfer_seconds) == (pytest.approx(200e-9), pytest.approx(110e-9))
+    assert (scatter.seconds, scatter.transfer_seconds) == (
+        pytest.approx(200e-9),
+        pytest.approx(110e-9),
+    )
     assert gather.transfer_seconds == pytest.approx(gather.seconds)
     assert anatomy(trace, 1).collectives[1].transfer_seconds == pytest.approx(110e-9)
     text = table(anatomy(Trace("x", {n: slower(x) for n, x in trace.devices.items()}, {}), 0))
@@ -232,8 +261,13 @@ def divide_by_nanosecond(start_E, end_E, group_E, begin, end):
     """The rule, instant by instant."""
     time, hidden, idle = dict.fromkeys(GROUPS, 0.0), 0, 0
     for now in range(begin, end):
-        running = [group for a, b, group in zip(start_E, end_E, group_E, strict=True) if a <= now < b]
-        tiers = [[x for x in running if x in tier] for tier in (GROUPS[:2], GROUPS[2:3], GROUPS[3:5], GROUPS[5:])]
+        running = [
+            group for a, b, group in zip(start_E, end_E, group_E, strict=True) if a <= now < b
+        ]
+        tiers = [
+            [x for x in running if x in tier]
+            for tier in (GROUPS[:2], GROUPS[2:3], GROUPS[3:5], GROUPS[5:])
+        ]
         counted = next(filter(None, tiers), [])
         for group in counted:
             time[group] += 1 / len(counted)
@@ -339,17 +373,24 @@ def test_a_microbatch_is_no_step(num_runs):
     body = [Launch(i, i + 1, f"loop_{i}", f"body.{i}") for i in range(200)]
     optimizer = [Launch(800 + i, 801 + i, f"loop_{i}", f"optimizer.{i}") for i in range(12)]
     run = [launch for number in range(4) for launch in moved(body, 200 * number)] + optimizer
-    lengths = step_lengths([launch for number in range(num_runs) for launch in moved(run, 1000 * number)])
+    lengths = step_lengths(
+        [launch for number in range(num_runs) for launch in moved(run, 1000 * number)]
+    )
     assert lengths == ([812] if num_runs == 1 else [1000] * (num_runs - 1))
 
 
 def test_runs_in_which_not_the_same_kernels_got_a_name_are_steps_all_the_same():
     """Of 20 kernels that a graph launches, the names are known in one run and unknown in the next."""
     kernels = [Kernel(f"loop_{i}", "", "", MODULE, "command_buffer_1") for i in range(20)]
-    named = [dataclasses.replace(kernel, hlo_op=f"loop.{i}", op_name="a/b") for i, kernel in enumerate(kernels)]
+    named = [
+        dataclasses.replace(kernel, hlo_op=f"loop.{i}", op_name="a/b")
+        for i, kernel in enumerate(kernels)
+    ]
     start_E = np.arange(80.0)
     index_E = np.concatenate([np.arange(20) + 20 * (run % 2) for run in range(4)])
-    assert np.diff(find_steps(Events((*kernels, *named), index_E, start_E, start_E + 1))[1]).tolist() == [20, 20, 20]
+    assert np.diff(
+        find_steps(Events((*kernels, *named), index_E, start_E, start_E + 1))[1]
+    ).tolist() == [20, 20, 20]
 
 
 def test_another_program_between_two_steps_costs_time_and_makes_no_step():
@@ -366,7 +407,10 @@ def test_without_op_names_kernels_are_told_by_their_own_and_the_table_says_so(tm
     step = anatomy(read(write_trace(tmp_path / "a.xplane.pb", {0: steps(3, bare)})))
     seconds = {key: round(value * 1e9, 6) for key, value in step.seconds.items() if value}
     moves = dict(gemm=400, elementwise=200)
-    assert seconds == {k: v for k, v in PARTS.items() if k not in ("loss", "loss_gemm", "optimizer")} | moves
+    assert (
+        seconds
+        == {k: v for k, v in PARTS.items() if k not in ("loss", "loss_gemm", "optimizer")} | moves
+    )
     assert step.num_steps == 3
     assert step.unattributed_seconds == pytest.approx(700e-9)
     text = table(step)
@@ -375,7 +419,10 @@ def test_without_op_names_kernels_are_told_by_their_own_and_the_table_says_so(tm
 
 
 def test_equal_kernels_of_unrolled_layers_are_one_line():
-    layers = [Launch(10 * i, 10 * i + 8, "nvjet_x", f"custom-call.{i}", "jit(f)/jvp()/dot_general") for i in range(8)]
+    layers = [
+        Launch(10 * i, 10 * i + 8, "nvjet_x", f"custom-call.{i}", "jit(f)/jvp()/dot_general")
+        for i in range(8)
+    ]
     run = [*layers, Launch(90, 95, "loop_add_fusion", "loop_add_fusion", "jit(f)/optimizer/add")]
     first, _ = anatomy(Trace("x", {0: events_of([*run, *moved(run, 100)])}, {})).kernels
     assert (first.calls, first.num_ops, first.seconds) == (8, 8, pytest.approx(64e-9))
@@ -384,7 +431,9 @@ def test_equal_kernels_of_unrolled_layers_are_one_line():
 
 def test_the_sizes_of_messages_are_read_from_the_programs_in_a_trace(cpu_profile):
     (file,) = cpu_profile.rglob("*.xplane.pb")
-    (program,) = (x for x in programs(file.read_bytes(), range(2**31)).values() if x.name == "jit_local")
+    (program,) = (
+        x for x in programs(file.read_bytes(), range(2**31)).values() if x.name == "jit_local"
+    )
     assert set(program.message_bytes.values()) == {8 * 64 * 32 * 4, 96 * 32 * 4}
 
 
@@ -392,21 +441,30 @@ def test_known_sizes_give_bytes_of_a_step():
     sizes = {(MODULE, "all-gather-start.2"): 1000, (MODULE, "reduce-scatter-start.1"): 500}
     step = anatomy(Trace("x", {0: events_of(steps(3))}, sizes))
     assert [kind.bytes for kind in step.collectives] == [1000, 500]
-    assert re.search(r"all-gather +1 +0.00 +0.00 +0.000 +4.0", table(step))  # 1000 B in 250 ns: 4 GB/s
+    assert re.search(
+        r"all-gather +1 +0.00 +0.00 +0.000 +4.0", table(step)
+    )  # 1000 B in 250 ns: 4 GB/s
 
 
 def rows(text):
     """{label: numbers} of the table's first part."""
     return {
-        match[1].strip(): [float(x) for x in re.findall(r"[+-]?[\d,]+\.\d+", match[2].replace(",", ""))]
+        match[1].strip(): [
+            float(x) for x in re.findall(r"[+-]?[\d,]+\.\d+", match[2].replace(",", ""))
+        ]
         for match in re.finditer(r"^(\D{29,30}?)((?: *[+-]?[\d,.]+%?)+)$", text, re.MULTILINE)
     }
 
 
 def test_two_traces_stand_side_by_side_with_their_difference():
     slow = [dataclasses.replace(x, start=x.start * 10**6, end=x.end * 10**6) for x in steps(3)]
-    fast = [dataclasses.replace(x, start=x.start * 10**6 // 2, end=x.end * 10**6 // 2) for x in steps(3)]
-    text = table([anatomy(Trace(name, {0: events_of(x)}, {})) for name, x in (("a", slow), ("b", fast))], top=2)
+    fast = [
+        dataclasses.replace(x, start=x.start * 10**6 // 2, end=x.end * 10**6 // 2) for x in steps(3)
+    ]
+    text = table(
+        [anatomy(Trace(name, {0: events_of(x)}, {})) for name, x in (("a", slow), ("b", fast))],
+        top=2,
+    )
     found = rows(text)
     assert found["matrix products"] == [300, 30, 150, 30, -150, -50]
     assert found["the step"] == [1000, 100, 500, 100, -500, -50]
@@ -423,11 +481,15 @@ def test_a_picture_shows_every_trace_and_category(trace_file, tmp_path):
     plot([anatomy(trace), anatomy(trace, 0)], tmp_path / "two.png")
     one, two = (image.imread(tmp_path / f"{name}.png") for name in ("one", "two"))
     assert two.shape[1] > one.shape[1]
-    colors = {tuple(color) for color in (one[..., :3].reshape(-1, 3) * 255).round().astype(int).tolist()}
+    colors = {
+        tuple(color) for color in (one[..., :3].reshape(-1, 3) * 255).round().astype(int).tolist()
+    }
     assert {(31, 119, 180), (255, 127, 14), (44, 160, 44)} <= colors  # matplotlib's first three
 
 
-def test_without_matplotlib_a_picture_is_refused_with_what_to_install(trace_file, tmp_path, monkeypatch):
+def test_without_matplotlib_a_picture_is_refused_with_what_to_install(
+    trace_file, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"pip install 'jaxscale\[plot\]'"):
         plot(anatomy(read(trace_file)), tmp_path / "x.png")
@@ -435,7 +497,9 @@ def test_without_matplotlib_a_picture_is_refused_with_what_to_install(trace_file
 
 def test_the_newest_trace_of_a_folder_counts(tmp_path):
     for age, name in ((10, "new"), (1000, "old")):
-        file = write_trace(tmp_path / name / "host.xplane.pb", {0: steps(1 if name == "new" else 2)})
+        file = write_trace(
+            tmp_path / name / "host.xplane.pb", {0: steps(1 if name == "new" else 2)}
+        )
         os.utime(file, (10**9 - age, 10**9 - age))
     assert anatomy(read(tmp_path)).num_steps == 1
     assert anatomy(read(tmp_path / "old")).num_steps == 2
@@ -459,11 +523,15 @@ def test_what_is_no_trace_is_refused(tmp_path):
 
 
 def script(*arguments):
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
 
 
 def test_the_script_prints_a_table_and_draws(trace_file, tmp_path):
-    done = script(trace_file.parents[2], trace_file, "--top=3", "--device=0", f"--png={tmp_path / 'x.png'}")
+    done = script(
+        trace_file.parents[2], trace_file, "--top=3", "--device=0", f"--png={tmp_path / 'x.png'}"
+    )
     assert done.returncode == 0, done.stderr
     assert "reduce-scatter" in done.stdout and "[2] - [1] ms" in done.stdout
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
@@ -477,7 +545,9 @@ def test_the_script_prints_json(trace_file):
     assert len(record["kernels"]) == 2
 
 
-@pytest.mark.parametrize("arguments", [[], ["absent"], ["--device=7"]], ids=["none", "absent", "device"])
+@pytest.mark.parametrize(
+    "arguments", [[], ["absent"], ["--device=7"]], ids=["none", "absent", "device"]
+)
 def test_the_script_tells_a_mistake_in_one_line(trace_file, arguments):
     done = script(*arguments, *[trace_file] * ("--device=7" in arguments))
     assert done.returncode == 2

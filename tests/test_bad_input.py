@@ -51,7 +51,7 @@ import json, os, runpy, sys, traceback, warnings
 import grain, jax, orbax.checkpoint, ml_collections
 import jaxscale.train.loop
 from jax._src import xla_bridge
-from jaxscale import xla
+from jaxscale.xla import options as xla
 xla.set_environment()  # asks about XLA_FLAGS once instead of in every child, 0.3 s
 warnings.simplefilter("ignore", RuntimeWarning)
 assert not xla_bridge.backends_are_initialized()
@@ -93,7 +93,9 @@ def folder(tmp_path_factory):
     (folder / "config.py").write_text(CONFIG)
     (folder / "text").mkdir()
     for number in range(10):
-        (folder / "text" / f"{number}.txt").write_text(f"The cat {number} sat on the mat and looked at the moon. " * 4)
+        (folder / "text" / f"{number}.txt").write_text(
+            f"The cat {number} sat on the mat and looked at the moon. " * 4
+        )
     return folder
 
 
@@ -101,7 +103,11 @@ def folder(tmp_path_factory):
 def command(folder):
     """`command("--config.steps=abc", workdir="new") -> Answer` of scripts/train.py."""
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVER],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     to_server, from_server = server.stdin, server.stdout
     assert to_server is not None and from_server is not None
@@ -109,7 +115,12 @@ def command(folder):
 
     def command(*arguments, config="config.py", workdir="runs/new"):
         output = next(outputs)
-        argv = [str(ROOT / "scripts" / "train.py"), f"--config={config}", f"--workdir={workdir}", *arguments]
+        argv = [
+            str(ROOT / "scripts" / "train.py"),
+            f"--config={config}",
+            f"--workdir={workdir}",
+            *arguments,
+        ]
         to_server.write(json.dumps([str(output), argv]) + "\n")
         to_server.flush()
         assert from_server.readline(), "the server of the command lines has died"
@@ -153,8 +164,14 @@ BEFORE_DEVICES = {
     "--config.mesh.fdsp=1": ("config.mesh.fdsp is not a setting", "did you mean config.mesh.fsdp?"),
     "--config.modle=1": ("config.modle is not a setting", "did you mean config.model?"),
     "--config.modle.num_layers 1": ("config.modle is not a setting", "did you mean config.model?"),
-    "--noconfig.data.shufle": ("config.data.shufle is not a setting", "did you mean config.data.shuffle?"),
-    "--config.steps.foo=1": ("config.steps.foo is not a setting", "config.steps has no settings of its own"),
+    "--noconfig.data.shufle": (
+        "config.data.shufle is not a setting",
+        "did you mean config.data.shuffle?",
+    ),
+    "--config.steps.foo=1": (
+        "config.steps.foo is not a setting",
+        "config.steps has no settings of its own",
+    ),
     "--config.model.rope_scaling.factor=8": ("model.rope_scaling.factor", "rope_scaling=build"),
     "--config.steps=abc": ("--config.steps=abc", "int"),
     "--config.steps=2.5": ("--config.steps=2.5", "int"),
@@ -176,12 +193,19 @@ BEFORE_DEVICES = {
     "--config.schedule.peak=0": ("config.schedule.peak=0.0", "above 0"),
     "--config.optim.b2=1": ("config.optim.b2=1.0", "set it from 0"),
     "--config.model.num_heads=3": ("config.model.num_heads=3", "config.model.num_kv_heads=4"),
-    "--config.model.max_seq_len=16": ("config.seq_len=32", "lower it, or raise config.model.max_seq_len=16"),
+    "--config.model.max_seq_len=16": (
+        "config.seq_len=32",
+        "lower it, or raise config.model.max_seq_len=16",
+    ),
     "--config.mesh.fsdp=0": ("config.mesh.fsdp=0", "set it to 1 or more, or to -1"),
     "--config.mesh.data=-1": ("config.mesh.data and config.mesh.fsdp are both -1", "only one"),
     "--config.mesh.context=2": ("config.mesh.context=2", "set config.mesh.context=1"),
     "--config.mesh.zero=4": ("config.mesh.zero=4", "1, 2 or 3"),
-    "--config.xla_options=gemm=1": ("config.xla_options='gemm=1'", "name=value", "begins with xla_"),
+    "--config.xla_options=gemm=1": (
+        "config.xla_options='gemm=1'",
+        "name=value",
+        "begins with xla_",
+    ),
     "--config.xla_options=xla_dump_to": ("config.xla_options='xla_dump_to'", "name=value"),
     "--config.data.path=nowhere": ("config.data.path='nowhere'", "finds no file"),
     "--config.data.tokenizer=nowhere": ("config.data.tokenizer='nowhere'", "tokenizer.json"),
@@ -191,7 +215,9 @@ BEFORE_DEVICES = {
 
 
 @pytest.mark.parametrize("arguments", BEFORE_DEVICES)
-def test_a_mistake_is_told_before_devices_are_touched_and_changes_nothing(command, trained, arguments):
+def test_a_mistake_is_told_before_devices_are_touched_and_changes_nothing(
+    command, trained, arguments
+):
     workdir = workdir_for(arguments, trained)
     before = content(workdir)
     answer = command(*shlex.split(arguments), workdir=workdir)
@@ -218,18 +244,32 @@ ON_DEVICES = {
 
 
 @pytest.mark.parametrize("arguments", ON_DEVICES)
-def test_a_layout_that_does_not_fit_the_devices_is_told_and_changes_nothing(command, trained, arguments):
+def test_a_layout_that_does_not_fit_the_devices_is_told_and_changes_nothing(
+    command, trained, arguments
+):
     workdir = workdir_for(arguments, trained)
     before = content(workdir)
-    assert_mistake(command(*shlex.split(arguments), workdir=workdir), *ON_DEVICES[arguments], touched_devices=True)
+    assert_mistake(
+        command(*shlex.split(arguments), workdir=workdir),
+        *ON_DEVICES[arguments],
+        touched_devices=True,
+    )
     assert content(workdir) == before
 
 
 def test_a_config_file_that_is_not_there_or_refuses_is_told(command, folder):
     assert_mistake(command(config="nowhere.py"), "--config=nowhere.py", "no such file")
-    assert_mistake(command(config="config.py:big"), "--config=config.py:big", "big is not a variant of this file")
+    assert_mistake(
+        command(config="config.py:big"),
+        "--config=config.py:big",
+        "big is not a variant of this file",
+    )
     (folder / "none.py").write_text("def get_config(arg=''):\n    pass\n")
-    assert_mistake(command(config="none.py"), "get_config() returned a NoneType", "return a jaxscale.config.Config")
+    assert_mistake(
+        command(config="none.py"),
+        "get_config() returned a NoneType",
+        "return a jaxscale.config.Config",
+    )
 
 
 def test_a_broken_config_file_shows_its_traceback(command, folder):
@@ -242,14 +282,21 @@ def test_a_broken_config_file_shows_its_traceback(command, folder):
 def test_a_workdir_of_another_run_is_refused_with_the_differing_keys(command, trained):
     before = content(trained)
     answer = command("--config.model.mlp_dim=96", "--config.seed=3", workdir=trained)
-    assert_mistake(answer, "holds another run", "config.model.mlp_dim: saved 64, now 96", "config.seed: saved 0, now 3")
+    assert_mistake(
+        answer,
+        "holds another run",
+        "config.model.mlp_dim: saved 64, now 96",
+        "config.seed: saved 0, now 3",
+    )
     assert "num_layers" not in answer.err
     assert content(trained) == before
 
 
 def test_a_workdir_that_cannot_be_written_is_refused(command, folder):
     (folder / "file").write_text("not a folder")
-    assert_mistake(command(workdir="file"), "--workdir=file cannot be written to", "choose another folder")
+    assert_mistake(
+        command(workdir="file"), "--workdir=file cannot be written to", "choose another folder"
+    )
     assert (folder / "file").read_text() == "not a folder"
     (folder / "half").mkdir()
     (folder / "half" / "config.json").write_text('{"steps": ')
@@ -284,19 +331,30 @@ def cut(path, num_bytes):
 
 
 DAMAGES = {
-    "a .bin cut short": (lambda data, index: cut(data, 70_000), ("has 70000 bytes", "truncated: copy it again")),
-    "an .idx cut short": (lambda data, index: cut(index, 100), ("is truncated: 100 bytes", "write it again")),
+    "a .bin cut short": (
+        lambda data, index: cut(data, 70_000),
+        ("has 70000 bytes", "truncated: copy it again"),
+    ),
+    "an .idx cut short": (
+        lambda data, index: cut(index, 100),
+        ("is truncated: 100 bytes", "write it again"),
+    ),
     "an .idx of another store": (
         lambda data, index: data.write_bytes(data.read_bytes() + b"\0\0"),
         ("has 80002 bytes", "they belong to different stores"),
     ),
     "no .idx": (lambda data, index: index.unlink(), ("no such file", "copy both")),
     "an empty .bin": (lambda data, index: cut(data, 0), ("is empty", "copy the store again")),
-    "an .idx that is no index": (lambda data, index: index.write_bytes(b"?" * 200), ("is not a Megatron index",)),
+    "an .idx that is no index": (
+        lambda data, index: index.write_bytes(b"?" * 200),
+        ("is not a Megatron index",),
+    ),
     "offsets that do not follow each other": (
         lambda data, index: index.write_bytes(
             # The second of the 40 offsets, behind the header (34 bytes) and 40 lengths.
-            index.read_bytes()[: 34 + 160 + 8] + struct.pack("<q", 5) + index.read_bytes()[34 + 160 + 16 :]
+            index.read_bytes()[: 34 + 160 + 8]
+            + struct.pack("<q", 5)
+            + index.read_bytes()[34 + 160 + 16 :]
         ),
         ("sequence 1 begins at byte 5", "write the store again"),
     ),
@@ -307,22 +365,33 @@ DAMAGES = {
 def test_a_damaged_store_is_told_before_devices_are_touched(command, tmp_path, damage):
     spoil, fragments = DAMAGES[damage]
     spoil(*write_store(tmp_path / "store"))
-    assert_mistake(command(f"--config.data.path={tmp_path / 'store.bin'}", workdir=tmp_path / "run"), *fragments)
+    assert_mistake(
+        command(f"--config.data.path={tmp_path / 'store.bin'}", workdir=tmp_path / "run"),
+        *fragments,
+    )
 
 
 def test_empty_data_is_told(command, folder, tmp_path):
     (folder / "empty").mkdir()
     assert_mistake(command("--config.data.path=empty"), "config.data.path='empty'", "finds no file")
     (folder / "empty" / "a.txt").write_text("")
-    assert_mistake(command("--config.data.path=empty"), "none of the 1 documents holds text", "check config.data.path")
+    assert_mistake(
+        command("--config.data.path=empty"),
+        "none of the 1 documents holds text",
+        "check config.data.path",
+    )
     (folder / "empty" / "b.txt").write_bytes(b"caf\xe9")
-    assert_mistake(command("--config.data.path=empty"), "b.txt is not UTF-8 at byte 3", "convert it")
+    assert_mistake(
+        command("--config.data.path=empty"), "b.txt is not UTF-8 at byte 3", "convert it"
+    )
 
 
 def test_ids_beyond_the_vocabulary_are_told(command, tmp_path):
     answer = command("--config.model.vocab_size=100", workdir=tmp_path / "text")
     assert_mistake(
-        answer, "config.data.tokenizer='bytes' has 257 ids but vocab_size=100", "set config.model.vocab_size to 257"
+        answer,
+        "config.data.tokenizer='bytes' has 257 ids but vocab_size=100",
+        "set config.model.vocab_size to 257",
     )
     write_store(tmp_path / "first", bad_id=300, at=0)
     answer = command(f"--config.data.path={tmp_path / 'first'}", workdir=tmp_path / "store")
@@ -333,7 +402,9 @@ def test_an_id_beyond_the_vocabulary_that_turns_up_later_is_told_too(command, tm
     # 28 of the 40 documents are for training; the rows looked at before the start are 444 tokens apart.
     write_store(tmp_path / "later", bad_id=300, at=200)
     answer = command(
-        f"--config.data.path={tmp_path / 'later'}", "--config.data.shuffle=False", workdir=tmp_path / "run"
+        f"--config.data.path={tmp_path / 'later'}",
+        "--config.data.shuffle=False",
+        workdir=tmp_path / "run",
     )
     assert_mistake(answer, "document 0 holds id 300 at position 200", "set config.model.vocab_size", touched_devices=True)  # fmt: skip
 
@@ -350,13 +421,21 @@ def test_a_workdir_in_use_is_refused(command, trained, folder):
     workdir = shutil.copytree(trained, folder / "runs" / "busy")
     with only_run(workdir):
         before = content(workdir)
-        assert_mistake(command(workdir=workdir), "is in use by another run", "choose another folder")
+        assert_mistake(
+            command(workdir=workdir), "is in use by another run", "choose another folder"
+        )
         assert content(workdir) == before
 
 
 def test_checkpoints_that_would_not_be_kept_up_are_told(command, trained):
     answer = command("--config.checkpoint.enabled=False", workdir=trained)
-    assert_mistake(answer, "config.checkpoint.enabled=False", "holds step 4", "choose another", touched_devices=True)
+    assert_mistake(
+        answer,
+        "config.checkpoint.enabled=False",
+        "holds step 4",
+        "choose another",
+        touched_devices=True,
+    )
 
 
 def test_clipping_can_be_switched_off_in_a_run(command, trained, folder):
@@ -367,11 +446,19 @@ def test_clipping_can_be_switched_off_in_a_run(command, trained, folder):
 
 def test_a_compiler_option_that_this_jaxlib_has_not_is_named_and_ignored(command, trained, folder):
     workdir = shutil.copytree(trained, folder / "runs" / "option")
-    options = ("--config.xla_options=xla_gpu_graph_level=0", "--config.xla_options=xla_backend_optimization_level=0")
+    options = (
+        "--config.xla_options=xla_gpu_graph_level=0",
+        "--config.xla_options=xla_backend_optimization_level=0",
+    )
     answer = command(*options, "--config.steps=6", workdir=workdir)
     assert answer.code == 0, answer.err
-    assert "compiler option xla_gpu_graph_level: jaxlib" in answer.out and "it is ignored" in answer.out
-    assert "compiler option: xla_backend_optimization_level=0, from config.xla_options" in answer.out
+    assert (
+        "compiler option xla_gpu_graph_level: jaxlib" in answer.out
+        and "it is ignored" in answer.out
+    )
+    assert (
+        "compiler option: xla_backend_optimization_level=0, from config.xla_options" in answer.out
+    )
 
 
 def test_a_half_written_checkpoint_is_passed_over_for_the_last_whole_one(command, trained, folder):
@@ -388,7 +475,9 @@ def test_a_half_written_checkpoint_is_passed_over_for_the_last_whole_one(command
         (workdir / "checkpoints" / step / "checksums.json").unlink()
     answer = command(workdir=workdir)
     assert answer.code == 1 and "Traceback" not in answer.err
-    assert "no sound checkpoint to restore" in answer.err and "move these folders away" in answer.err
+    assert (
+        "no sound checkpoint to restore" in answer.err and "move these folders away" in answer.err
+    )
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(command, folder):
@@ -403,5 +492,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(command, folde
     assert [record["step"] for record in records] == [1, 2]
     assert records[1]["non_finite"]["grad_norm"] == "nan"
     # It saved nothing, so the workdir is free for another try.
-    answer = command("--config.batch_size=16", "--config.steps=2", "--config.schedule.warmup_steps=1", workdir=workdir)
+    answer = command(
+        "--config.batch_size=16",
+        "--config.steps=2",
+        "--config.schedule.warmup_steps=1",
+        workdir=workdir,
+    )
     assert answer.code == 0, answer.err

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from absl.testing import flagsaver
 
-from jaxscale import bench, command_line
+from jaxscale import command_line
+from jaxscale.perf import bench
 
 ROOT = Path(__file__).parents[1]
 BENCH_STEP = ROOT / "scripts" / "bench_step.py"
@@ -100,7 +101,14 @@ esac
 def start(script, *arguments, replaced=None, **environment):
     command = [script, *arguments]
     if replaced:
-        command = ["-c", REPLACED, script, *(f"{name}={path}" for name, path in replaced.items()), "--", *arguments]
+        command = [
+            "-c",
+            REPLACED,
+            script,
+            *(f"{name}={path}" for name, path in replaced.items()),
+            "--",
+            *arguments,
+        ]
     return subprocess.Popen(
         [sys.executable, *map(str, command)], env=os.environ | environment, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
@@ -153,7 +161,14 @@ def config_file(tmp_path_factory, write_small_config):
 
 def test_a_step_is_measured_on_the_real_path_with_the_config_as_it_is(config_file, tmp_path):
     process = start(
-        BENCH_STEP, "--config", config_file, "--config.seq_len", 64, "--steps=3", "--skip=2", f"--workdir={tmp_path}"
+        BENCH_STEP,
+        "--config",
+        config_file,
+        "--config.seq_len",
+        64,
+        "--steps=3",
+        "--skip=2",
+        f"--workdir={tmp_path}",
     )
     output, _ = finish(process)
     line, last = output.splitlines()
@@ -167,13 +182,26 @@ def test_a_step_is_measured_on_the_real_path_with_the_config_as_it_is(config_fil
     assert line.startswith(f"8 x cpu: {sorted(counted)[1]:,.0f} (") and "MFU n/a" in line
     assert record["num_devices"] == 8 and record["device_kind"] == "cpu" and record["steps"] == 3
     assert (
-        record["mfu_full"] is record["exposed_communication_share"] is record["time_to_first_step_seconds_warm"] is None
+        record["mfu_full"]
+        is record["exposed_communication_share"]
+        is record["time_to_first_step_seconds_warm"]
+        is None
     )
-    assert record["time_to_first_step_seconds_cold"] > record["compile_and_first_step_seconds_cold"] > 0
-    assert {"commit", "is_dirty", "date", "command", "driver", "versions", "environment"} <= set(record)
+    assert (
+        record["time_to_first_step_seconds_cold"]
+        > record["compile_and_first_step_seconds_cold"]
+        > 0
+    )
+    assert {"commit", "is_dirty", "date", "command", "driver", "versions", "environment"} <= set(
+        record
+    )
     assert record["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"  # as the run set it
-    assert record["command"].startswith("python scripts/bench_step.py ") and str(ROOT) not in json.dumps(record)
-    assert "--config.seq_len 64" in record["command"] and set(record["versions"].values()) > {None} - {None}
+    assert record["command"].startswith("python scripts/bench_step.py ") and str(
+        ROOT
+    ) not in json.dumps(record)
+    assert "--config.seq_len 64" in record["command"] and set(record["versions"].values()) > {
+        None
+    } - {None}
     # Two steps, three that count, one more, three that are profiled: stopped there, and its settings are the user's.
     assert len(steps) >= 9 and list((folder / "cold" / "profile").rglob("*.xplane.pb"))
     run = json.loads((folder / "cold" / "config.json").read_text())
@@ -181,7 +209,9 @@ def test_a_step_is_measured_on_the_real_path_with_the_config_as_it_is(config_fil
     assert not (folder / "warm").exists()  # a CPU has no cache to be warm
 
 
-def test_the_second_start_is_with_the_programs_of_the_first_and_nothing_else_is_kept(two_gpus, tmp_path):
+def test_the_second_start_is_with_the_programs_of_the_first_and_nothing_else_is_kept(
+    two_gpus, tmp_path
+):
     train = write_script(tmp_path / "train.py", TRAIN)
     (tmp_path / "tmp").mkdir()
     process = start(
@@ -191,14 +221,25 @@ def test_the_second_start_is_with_the_programs_of_the_first_and_nothing_else_is_
     assert list((tmp_path / "tmp").iterdir()) == []
     line, last = output.splitlines()
     record = json.loads(last)
-    assert (record["device_kind"], record["num_devices"], record["driver"]) == ("NVIDIA H200", 2, "580.1")
+    assert (record["device_kind"], record["num_devices"], record["driver"]) == (
+        "NVIDIA H200",
+        2,
+        "580.1",
+    )
     # 200 tokens a device in 0.2, 0.25 and 0.5 s.
-    assert [record[f"tokens_per_second_per_device{end}"] for end in ("", "_min", "_max")] == [800, 400, 1000]
+    assert [record[f"tokens_per_second_per_device{end}"] for end in ("", "_min", "_max")] == [
+        800,
+        400,
+        1000,
+    ]
     assert (record["compile_seconds_cold"], record["compile_seconds_warm"]) == (0.4, 0.1)
     assert record["compile_and_first_step_seconds_cold"] == 1.0
     assert 0.6 < record["time_to_first_step_seconds_warm"] < 30
     assert (record["peak_memory_gib"], record["predicted_memory_gib"]) == (70.5, 69.5)
-    assert record["exposed_communication_share"] is None and "exposed communication is not known" in errors
+    assert (
+        record["exposed_communication_share"] is None
+        and "exposed communication is not known" in errors
+    )
     assert line.startswith(
         "2 x NVIDIA H200: 800 (400 - 1,000) tokens/s/device; MFU 50.0% full, 25.0% causal; compiled in 0.4 s"
     )
@@ -207,7 +248,10 @@ def test_the_second_start_is_with_the_programs_of_the_first_and_nothing_else_is_
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--config.modle.num_layers=1"], "config.modle is not a setting; did you mean config.model?"),
+        (
+            ["--config.modle.num_layers=1"],
+            "config.modle is not a setting; did you mean config.model?",
+        ),
         (["--stepz=3"], "Unknown command line flag 'stepz'"),
         (
             ["--config.steps=20", "--config.schedule.warmup_steps=1"],
@@ -249,17 +293,27 @@ def test_the_lines_of_torchtitan_are_read_through_colours_and_separators():
     assert [line["mfu_full"] for line in lines] == pytest.approx([0.5591, 0.5708, 0.5710])
     assert [line["peak_memory_gib"] for line in lines] == [68.31, 68.32, 69.0]
     figures = bench_peers.peer_figures(lines)
-    assert figures["tokens_per_second_per_device"] == 9747 and figures["tokens_per_second_per_device_max"] == 10750
+    assert (
+        figures["tokens_per_second_per_device"] == 9747
+        and figures["tokens_per_second_per_device_max"] == 10750
+    )
 
 
 # How ml_collections loads a config file.
-loads_a_config = pytest.mark.filterwarnings("ignore:the load_module\\(\\) method is deprecated:DeprecationWarning")
+loads_a_config = pytest.mark.filterwarnings(
+    "ignore:the load_module\\(\\) method is deprecated:DeprecationWarning"
+)
 
 
 @loads_a_config
 @pytest.mark.parametrize(("file", "flavor"), [("llama3_8b", "8B"), ("llama3_70b", "70B")])
 def test_a_llama_config_has_the_name_that_torchtitan_gives_it(file, flavor):
-    assert bench_peers.flavor_of(command_line.read_config([f"--config={ROOT}/configs/{file}.py"]).model) == flavor
+    assert (
+        bench_peers.flavor_of(
+            command_line.read_config([f"--config={ROOT}/configs/{file}.py"]).model
+        )
+        == flavor
+    )
 
 
 @loads_a_config
@@ -333,7 +387,9 @@ def compare(tmp_path, monkeypatch, capsys):
     def compare(*arguments, peer):
         with flagsaver.flagsaver():
             code = bench_peers.main(
-                command_line.parse_own_flags(["bench_peers.py", *config, f"--peer_python={peer}", *arguments])
+                command_line.parse_own_flags(
+                    ["bench_peers.py", *config, f"--peer_python={peer}", *arguments]
+                )
             )
         return code, *capsys.readouterr()
 
@@ -350,7 +406,9 @@ def two_gpus_here(two_gpus, monkeypatch):
 def test_both_run_by_turns_and_the_ratio_of_their_medians_is_told(two_gpus_here, compare, tmp_path):
     options = "--training.local_batch_size=1 --activation_checkpoint.mode=none"
     peer = write_peer(tmp_path)
-    code, output, errors = compare("--rounds=2", f"--peer_options={options}", "--config.seed=3", peer=peer)
+    code, output, errors = compare(
+        "--rounds=2", f"--peer_options={options}", "--config.seed=3", peer=peer
+    )
     assert code == 0, errors
     record = json.loads(output.splitlines()[-1])
     # The line of step 10 has the mean of steps that do not count.
@@ -370,7 +428,10 @@ def test_both_run_by_turns_and_the_ratio_of_their_medians_is_told(two_gpus_here,
     assert arguments[-2:] == options.split()  # after ours: the last counts
     assert record["systems"]["torchtitan"]["command"].endswith(options)
     ours = record["systems"]["jaxscale"]["runs"][0]["arguments"]
-    assert ours[:2] == ["--config", f"{ROOT}/configs/llama3_8b.py"] and {"--config.seed=3", "--nowarm"} <= set(ours)
+    assert ours[:2] == ["--config", f"{ROOT}/configs/llama3_8b.py"] and {
+        "--config.seed=3",
+        "--nowarm",
+    } <= set(ours)
 
 
 @loads_a_config
@@ -406,10 +467,16 @@ def test_a_peer_that_fails_is_told_with_its_last_lines(two_gpus_here, compare, t
         (dict(num_gpus=0), "sees no GPU here"),
     ],
 )
-def test_a_peer_that_is_missing_is_told_before_anything_runs(two_gpus_here, compare, tmp_path, changes, problem):
+def test_a_peer_that_is_missing_is_told_before_anything_runs(
+    two_gpus_here, compare, tmp_path, changes, problem
+):
     peer = tmp_path / "none" if changes is None else write_peer(tmp_path, **changes)
     code, output, errors = compare(peer=peer)
-    assert problem in errors and "pip install torchtitan==0.2.2 torch==" in errors and "--peer_python=" in errors
+    assert (
+        problem in errors
+        and "pip install torchtitan==0.2.2 torch==" in errors
+        and "--peer_python=" in errors
+    )
     assert code == 2 and output == "" and "round" not in errors
 
 

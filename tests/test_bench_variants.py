@@ -74,7 +74,9 @@ def config_file(tmp_path_factory, write_small_config):
 
 def run(*command, code=0, num_devices=2):
     # Two devices compile in half the time of the eight that conftest.py asks for; the last of two flags counts.
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_devices}"
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_devices}"
+    )
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     words = [sys.executable, *map(str, command)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
@@ -91,21 +93,39 @@ def test_variants_and_pairs_are_timed_by_turns_and_set_against_the_first(config_
     )  # fmt: skip
     *table, last = output.splitlines()
     record = json.loads(last)
-    assert list(record["variants"]) == ["base", "full", "halves", "full+halves"] and record["ratio_to"] == "base"
+    assert (
+        list(record["variants"]) == ["base", "full", "halves", "full+halves"]
+        and record["ratio_to"] == "base"
+    )
     assert record["variants"]["full+halves"]["settings"] == [
         "remat=full", "grad_accumulation=2", "xla_cpu_enable_fast_min_max=true",
     ]  # fmt: skip
     first = record["variants"]["base"]["round_step_seconds"]
     for each in record["variants"].values():
-        low, high = sorted(mine / its for mine, its in zip(each["round_step_seconds"], first, strict=True))
+        low, high = sorted(
+            mine / its for mine, its in zip(each["round_step_seconds"], first, strict=True)
+        )
         assert (each["ratio_min"], each["ratio_max"]) == (low, high)
         assert each["ratio"] == pytest.approx((low + high) / 2)
         assert each["step_seconds"] == pytest.approx(sum(each["round_step_seconds"]) / 2)
-        assert each["tokens_per_second_per_device"] == pytest.approx(16 * 64 / each["step_seconds"] / 2)
-        assert each["compile_seconds"] > 0 and each["predicted_memory_gib"] > 0 and 4 < each["loss"] < 7
-    assert [each["remat"] for each in record["variants"].values()] == ["gemms", "full", "gemms", "full"]
+        assert each["tokens_per_second_per_device"] == pytest.approx(
+            16 * 64 / each["step_seconds"] / 2
+        )
+        assert (
+            each["compile_seconds"] > 0
+            and each["predicted_memory_gib"] > 0
+            and 4 < each["loss"] < 7
+        )
+    assert [each["remat"] for each in record["variants"].values()] == [
+        "gemms",
+        "full",
+        "gemms",
+        "full",
+    ]
     assert (record["num_devices"], record["rounds"], record["steps"]) == (2, 2, 2)
-    assert {"commit", "is_dirty", "date", "command", "driver", "versions", "environment"} <= set(record)
+    assert {"commit", "is_dirty", "date", "command", "driver", "versions", "environment"} <= set(
+        record
+    )
 
     # An option without effect would only be the base again: it is said why, and it is in no pair.
     assert record["left_out"] == {
@@ -113,14 +133,23 @@ def test_variants_and_pairs_are_timed_by_turns_and_set_against_the_first(config_
         "none_such": "xla_cpu_enable_fast_minmax=true has no effect here",
     }
     assert "has no effect on CPUs and is ignored" in errors
-    assert "has none of this name; it is ignored; did you mean xla_cpu_enable_fast_min_max?" in errors
+    assert (
+        "has none of this name; it is ignored; did you mean xla_cpu_enable_fast_min_max?" in errors
+    )
 
     assert table[0].startswith("2 x cpu, 2 rounds of 2 steps")
-    assert [line.split()[0] for line in table[1:]] == ["variant", *record["variants"], "other_chip", "none_such"]
+    assert [line.split()[0] for line in table[1:]] == [
+        "variant",
+        *record["variants"],
+        "other_chip",
+        "none_such",
+    ]
     assert list((tmp_path / "halves").rglob("*.xplane.pb")) and f"{tmp_path}/halves" in errors
 
 
-def test_all_read_the_same_batches_in_rotated_order_and_one_that_fails_takes_no_other_along(config_file):
+def test_all_read_the_same_batches_in_rotated_order_and_one_that_fails_takes_no_other_along(
+    config_file,
+):
     output, errors = run(
         "-c", FAILURES, SCRIPT, "--config", config_file, "--rounds=3", "--steps=2", "--variant=big: z_loss=0.75",
         "--variant=raises: z_loss=0.25", "--variant=a: z_loss=0.0", "--variant=b: z_loss=0.125",
@@ -191,10 +220,17 @@ def test_a_mistake_is_told_before_anything_is_compiled(case, told):
 
 
 def test_a_pair_that_cannot_be_is_left_out(config_file):
-    variants = ["--variant=base", "--variant=a: grad_accumulation=2", "--variant=b: grad_accumulation=1"]
-    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import bench_variants as script\n" + (
-        "variants = script.parse_own_flags(sys.argv) and script.read_variants(script.VARIANTS.value)\n"
-        "print(*[variant.name for variant in variants])"
+    variants = [
+        "--variant=base",
+        "--variant=a: grad_accumulation=2",
+        "--variant=b: grad_accumulation=1",
+    ]
+    code = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import bench_variants as script\n"
+        + (
+            "variants = script.parse_own_flags(sys.argv) and script.read_variants(script.VARIANTS.value)\n"
+            "print(*[variant.name for variant in variants])"
+        )
     )
     more = ["--variant=c: remat=full", "--variant=d: remat=full grad_accumulation=2"]
     output, _ = run("-c", code, *variants, *more, "--pairs")

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale import checkpoint, checksums
-from jaxscale.checkpoint import Checkpointer, CheckpointError, different_keys
+from jaxscale.checkpoint import checkpointer as checkpoint
+from jaxscale.checkpoint import checksums
+from jaxscale.checkpoint.checkpointer import Checkpointer, CheckpointError, different_keys
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,7 +49,9 @@ def make_state(seed=0):
 
 def abstract(state, **changes):
     def describe(path, leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=changes.get(path[-1].key, leaf.sharding))
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=changes.get(path[-1].key, leaf.sharding)
+        )
 
     return jax.tree_util.tree_map_with_path(describe, state)
 
@@ -112,7 +115,9 @@ def test_an_empty_folder_has_nothing_to_restore(tmp_path):
     checkpointer.close()
 
 
-@pytest.mark.parametrize("mesh", [{"x": 8, "y": 1}, {"x": 1, "y": 8}, {"x": 2, "y": 2}, {"x": 1, "y": 1}])
+@pytest.mark.parametrize(
+    "mesh", [{"x": 8, "y": 1}, {"x": 1, "y": 8}, {"x": 2, "y": 2}, {"x": 1, "y": 1}]
+)
 def test_a_state_comes_back_in_the_layout_asked_for(tmp_path, mesh):
     save_steps(tmp_path, 5)
     wanted = {
@@ -160,7 +165,10 @@ def test_every_flipped_bit_is_found_and_the_step_before_is_used(tmp_path, caplog
             step, state, metadata = restore_from(checkpointer)
             assert (step, metadata) == (1, {"position": 8}), f"bit {bit} of {path} went unseen"
             (message,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-            assert message.startswith("checkpoint step 2 in") and path.relative_to(tmp_path / "2").as_posix() in message
+            assert (
+                message.startswith("checkpoint step 2 in")
+                and path.relative_to(tmp_path / "2").as_posix() in message
+            )
             flip(path, bit)
         assert_same(state, make_state(1))
         assert restore_from(checkpointer)[0] == 2
@@ -183,7 +191,9 @@ def test_no_flipped_bit_of_the_checksums_changes_a_checksum(tmp_path):
 DAMAGES = {
     "truncated": lambda folder: os.truncate(largest_file(folder), 100),
     "emptied": lambda folder: os.truncate(largest_file(folder), 0),
-    "grown": lambda folder: os.truncate(largest_file(folder), largest_file(folder).stat().st_size + 1),
+    "grown": lambda folder: os.truncate(
+        largest_file(folder), largest_file(folder).stat().st_size + 1
+    ),
     "missing": lambda folder: largest_file(folder).unlink(),
     "no checksums": lambda folder: (folder / "checksums.json").unlink(),
     "no metadata": lambda folder: (folder / "metadata.json").unlink(),
@@ -201,11 +211,15 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_step_is_named_passed_over_and_put_aside_by_the_next_save(tmp_path, caplog, damage):
+def test_a_damaged_step_is_named_passed_over_and_put_aside_by_the_next_save(
+    tmp_path, caplog, damage
+):
     save_steps(tmp_path, 1, 2)
     DAMAGES[damage](tmp_path / "2")
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
-        with pytest.raises(CheckpointError, match=rf"(?s)2: .*{MESSAGES[damage]}.*restore another step \(1\)"):
+        with pytest.raises(
+            CheckpointError, match=rf"(?s)2: .*{MESSAGES[damage]}.*restore another step \(1\)"
+        ):
             checkpointer.restore(abstract(make_state()), step=2)
         step, state, _ = restore_from(checkpointer)
         assert step == 1 and MESSAGES[damage] in caplog.text
@@ -222,7 +236,8 @@ def test_when_no_step_is_sound_the_error_lists_each(tmp_path):
     DAMAGES["truncated"](tmp_path / "1")
     DAMAGES["no checksums"](tmp_path / "2")
     with pytest.raises(
-        CheckpointError, match=r"no sound checkpoint .*\n  2: checksums.json is missing.*\n  1: state/.* has 100 bytes"
+        CheckpointError,
+        match=r"no sound checkpoint .*\n  2: checksums.json is missing.*\n  1: state/.* has 100 bytes",
     ):
         restore(tmp_path)
 
@@ -259,7 +274,9 @@ def test_a_replacement_cut_short_leaves_the_older_save_in_use(tmp_path):
     assert names(tmp_path) == ["4", "6"]
 
 
-def test_saving_after_going_back_puts_the_newer_steps_aside_so_that_the_next_start_does_not_take_them(tmp_path):
+def test_saving_after_going_back_puts_the_newer_steps_aside_so_that_the_next_start_does_not_take_them(
+    tmp_path,
+):
     save_steps(tmp_path, 5, 10, 15)
     with Checkpointer(tmp_path, keep_last=2) as checkpointer:
         checkpointer.restore(abstract(make_state()), step=5)
@@ -270,7 +287,13 @@ def test_saving_after_going_back_puts_the_newer_steps_aside_so_that_the_next_sta
 
 @pytest.mark.parametrize(
     "keep_last, keep_every, kept",
-    [(1, 0, {9}), (3, 0, {7, 8, 9}), (1, 4, {4, 8, 9}), (2, 3, {3, 6, 8, 9}), (20, 0, set(range(1, 10)))],
+    [
+        (1, 0, {9}),
+        (3, 0, {7, 8, 9}),
+        (1, 4, {4, 8, 9}),
+        (2, 3, {3, 6, 8, 9}),
+        (20, 0, set(range(1, 10))),
+    ],
 )
 def test_the_last_steps_and_every_nth_are_kept(tmp_path, keep_last, keep_every, kept):
     save_steps(tmp_path, *range(1, 10), keep_last=keep_last, keep_every=keep_every)
@@ -287,7 +310,9 @@ def test_nothing_is_deleted_before_the_newer_step_is_whole(tmp_path, monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(checksums, "compute", fail)
             checkpointer.save(2, make_state(2), {})
-            with pytest.raises(CheckpointError, match=r"saving step 2 to .* failed: OSError: the checksums failed"):
+            with pytest.raises(
+                CheckpointError, match=r"saving step 2 to .* failed: OSError: the checksums failed"
+            ):
                 checkpointer.wait()
         assert restore_from(checkpointer)[0] == 1
         checkpointer.save(2, make_state(2), {})
@@ -306,7 +331,11 @@ def delete(state):
 @pytest.mark.parametrize("destroy", [donate, delete])
 def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path, destroy):
     def make(step):  # 4 MiB: long enough in the writing that a late copy would be seen
-        return {"w": jax.device_put(np.random.default_rng(step).normal(size=1 << 20).astype(np.float32), sharding("x"))}
+        return {
+            "w": jax.device_put(
+                np.random.default_rng(step).normal(size=1 << 20).astype(np.float32), sharding("x")
+            )
+        }
 
     with Checkpointer(tmp_path, keep_last=20) as checkpointer:
         for step in range(6):
@@ -334,17 +363,28 @@ def test_save_returns_before_the_files_are_written(tmp_path, monkeypatch):
 def test_a_write_that_fails_in_the_background_is_raised_by_the_next_call(tmp_path, entry):
     checkpointer = Checkpointer(tmp_path, keep_last=1)
     # One shard: when several fail, Orbax 0.12 leaves writes whose callbacks find their event loop closed, a warning.
-    state = {"w": jax.device_put(np.random.default_rng(0).normal(size=1 << 18).astype(np.float32), sharding(x=1, y=1))}
+    state = {
+        "w": jax.device_put(
+            np.random.default_rng(0).normal(size=1 << 18).astype(np.float32), sharding(x=1, y=1)
+        )
+    }
     checkpointer.save(1, state, {})
     checkpointer.wait()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # the kernel refuses to write more: a full disk
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (100_000, limits[1])
+    )  # the kernel refuses to write more: a full disk
     try:
         checkpointer.save(2, state, {})
-        with pytest.raises(CheckpointError, match=f"saving step 2 to {tmp_path} failed: .*check that there is space"):
-            {"save": lambda: checkpointer.save(3, state, {}), "wait": checkpointer.wait, "close": checkpointer.close}[
-                entry
-            ]()
+        with pytest.raises(
+            CheckpointError,
+            match=f"saving step 2 to {tmp_path} failed: .*check that there is space",
+        ):
+            {
+                "save": lambda: checkpointer.save(3, state, {}),
+                "wait": checkpointer.wait,
+                "close": checkpointer.close,
+            }[entry]()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if entry != "close":
@@ -356,13 +396,17 @@ def test_a_write_that_fails_in_the_background_is_raised_by_the_next_call(tmp_pat
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"workdir: checkpoints cannot be written to .*set workdir to a folder"):
+    with pytest.raises(
+        ValueError, match=r"workdir: checkpoints cannot be written to .*set workdir to a folder"
+    ):
         Checkpointer(tmp_path / "file" / "checkpoints", keep_last=1)
 
 
 def test_a_reader_creates_nothing_and_cannot_save(tmp_path):
     checkpointer = Checkpointer(tmp_path / "absent", keep_last=0)
-    assert checkpointer.latest_step() is None and checkpointer.restore(abstract(make_state())) is None
+    assert (
+        checkpointer.latest_step() is None and checkpointer.restore(abstract(make_state())) is None
+    )
     with pytest.raises(ValueError, match="set keep_last to 1 or more"):
         checkpointer.save(1, make_state(), {})
     assert names(tmp_path) == []
@@ -414,14 +458,20 @@ def test_a_wanted_leaf_without_a_sharding_is_refused(tmp_path):
 
 
 def test_different_keys_are_listed_by_their_dotted_name():
-    saved = {"seed": 1, "model": {"num_layers": 4, "shape": [1, 2], "old": None}, "same": {"x": 1.0}}
+    saved = {
+        "seed": 1,
+        "model": {"num_layers": 4, "shape": [1, 2], "old": None},
+        "same": {"x": 1.0},
+    }
     wanted = {"seed": 1, "model": {"num_layers": 6, "shape": (1, 2), "new": "a"}, "same": {"x": 1}}
     assert different_keys(saved, wanted) == [
         "model.num_layers: saved 4, now 6",
         "model.old: saved None, now absent",
         "model.new: saved absent, now a",
     ]
-    assert different_keys({"num_layers": 4}, {"num_layers": 6}, "model") == ["model.num_layers: saved 4, now 6"]
+    assert different_keys({"num_layers": 4}, {"num_layers": 6}, "model") == [
+        "model.num_layers: saved 4, now 6"
+    ]
     assert different_keys(saved, saved) == []
 
 
@@ -430,7 +480,9 @@ def test_orbax_is_quiet_and_other_absl_messages_are_not(tmp_path, caplog):
     save_steps(tmp_path, 1)
     restore(tmp_path)
     assert {record.name for record in caplog.records} <= {"jaxscale.checkpoint", "asyncio"} | {
-        record.name for record in caplog.records if record.name.startswith("jax.") or record.name.startswith("jax._src")
+        record.name
+        for record in caplog.records
+        if record.name.startswith("jax.") or record.name.startswith("jax._src")
     }
     from absl import logging as absl_logging
 
@@ -454,7 +506,7 @@ KILLED = """
     # Each child goes on where the last one was killed; the parent knows the last step that a child called whole.
     import os, random, select, signal, sys, time
     import jax, numpy as np
-    from jaxscale.checkpoint import Checkpointer
+    from jaxscale.checkpoint.checkpointer import Checkpointer
 
     def train(pipe):
         checkpointer = Checkpointer(sys.argv[1], keep_last=2)
@@ -514,7 +566,7 @@ TWO_PROCESSES = """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
     from jax.experimental import multihost_utils
-    from jaxscale.checkpoint import Checkpointer
+    from jaxscale.checkpoint.checkpointer import Checkpointer
     logging.basicConfig(level=logging.WARNING)
 
     sharding = NamedSharding(jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,)), PartitionSpec("x"))
@@ -564,4 +616,7 @@ def test_two_processes_save_and_agree_on_the_step_to_restore(tmp_path):
         assert f"process {index} done" in output, output
     assert outputs[0].count("is damaged and not used") == 1 and "is damaged" not in outputs[1]
     files = json.loads((tmp_path / "2" / "checksums.json").read_bytes())["files"]
-    assert {name.split("/")[1] for name in files if "/" in name} >= {"ocdbt.process_0", "ocdbt.process_1"}
+    assert {name.split("/")[1] for name in files if "/" in name} >= {
+        "ocdbt.process_0",
+        "ocdbt.process_1",
+    }

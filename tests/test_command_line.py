@@ -10,7 +10,9 @@ from jaxscale import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 # ml_collections loads a config file by a way of importlib's that Python 3.15 removes.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module\\(\\) method is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the load_module\\(\\) method is deprecated:DeprecationWarning"
+)
 CONFIG = f"--config={ROOT}/configs/tiny.py"
 
 
@@ -32,7 +34,9 @@ def test_a_mistake_in_the_config_is_a_value_error(settings, told):
 
 
 def test_a_config_is_read_with_its_settings_as_often_as_asked():
-    assert [command_line.read_config([CONFIG, f"--config.steps={steps}"]).steps for steps in (300, 400)] == [300, 400]
+    assert [
+        command_line.read_config([CONFIG, f"--config.steps={steps}"]).steps for steps in (300, 400)
+    ] == [300, 400]
     assert command_line.read_config([CONFIG, "--config.model.window=none"]).model.window is None
 
 
@@ -50,11 +54,16 @@ def test_a_scripts_flag_that_is_wrong_is_told_without_a_traceback(script, argume
     command = [sys.executable, ROOT / "scripts" / script, *arguments]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 2, answer.stderr
-    assert "\nerror: " in answer.stderr and told in answer.stderr and "Traceback" not in answer.stderr
+    assert (
+        "\nerror: " in answer.stderr and told in answer.stderr and "Traceback" not in answer.stderr
+    )
 
 
 def test_help_shows_the_config_among_a_scripts_flags():
     answer = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "train.py", "--help"], capture_output=True, text=True, timeout=60
+        [sys.executable, ROOT / "scripts" / "train.py", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert "--config:" in answer.stdout and "--workdir:" in answer.stdout

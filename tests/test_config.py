@@ -13,7 +13,17 @@ import ml_collections
 import pytest
 
 from jaxscale import config as run_config
-from jaxscale.config import AxisTypes, Config, Dtype, MeshConfig, Remat, check_key, from_config_dict, from_json, to_json
+from jaxscale.config import (
+    AxisTypes,
+    Config,
+    Dtype,
+    MeshConfig,
+    Remat,
+    check_key,
+    from_config_dict,
+    from_json,
+    to_json,
+)
 from jaxscale.models import llama
 from jaxscale.ops.rope import Scaling
 from jaxscale.optim import adamw
@@ -54,7 +64,10 @@ def test_every_leaf_refuses_a_value_of_another_type():
     for key in keys:
         config = small()
         set_key(config, key, Other())
-        with pytest.raises(ValueError, match=rf"config\.{re.escape(key)}=.*(set it to a value of type|is not one of)"):
+        with pytest.raises(
+            ValueError,
+            match=rf"config\.{re.escape(key)}=.*(set it to a value of type|is not one of)",
+        ):
             run_config.validate(config)
 
 
@@ -70,7 +83,10 @@ def test_every_leaf_refuses_a_value_of_another_type():
 def test_a_value_of_the_wrong_type_is_refused_with_its_key(key, value):
     config = small()
     set_key(config, key, value)
-    with pytest.raises(ValueError, match=rf"config\.{re.escape(key)}={re.escape(repr(value))} is (of type|not one of)"):
+    with pytest.raises(
+        ValueError,
+        match=rf"config\.{re.escape(key)}={re.escape(repr(value))} is (of type|not one of)",
+    ):
         run_config.validate(config)
 
 
@@ -78,7 +94,11 @@ def test_what_stands_for_a_value_of_the_right_type_becomes_one():
     config = small(dtype="bfloat16", remat="full", z_loss=0)
     set_key(config, "mesh.axis_types", "auto")
     run_config.validate(config)
-    assert config.dtype is Dtype.BFLOAT16 and config.remat is Remat.FULL and config.mesh.axis_types is AxisTypes.AUTO
+    assert (
+        config.dtype is Dtype.BFLOAT16
+        and config.remat is Remat.FULL
+        and config.mesh.axis_types is AxisTypes.AUTO
+    )
     assert type(config.z_loss) is float
 
 
@@ -86,7 +106,8 @@ def test_what_stands_for_a_value_of_the_right_type_becomes_one():
 def test_a_part_that_is_no_config_is_refused(part):
     for value in (None, {"peak": 1.0}, "llama"):
         with pytest.raises(
-            ValueError, match=rf"config\.{part}={re.escape(repr(value))}: set it to the Config of a module"
+            ValueError,
+            match=rf"config\.{part}={re.escape(repr(value))}: set it to the Config of a module",
         ):
             run_config.validate(small(**{part: value}))
 
@@ -94,11 +115,18 @@ def test_a_part_that_is_no_config_is_refused(part):
 def test_unknown_keys_are_named_with_the_nearest_known_one():
     data = to_json(small())
     data["mesh"]["tensr"] = 2
-    with pytest.raises(ValueError, match=r"config\.mesh\.tensr is not a setting; did you mean config\.mesh\.tensor\?"):
+    with pytest.raises(
+        ValueError,
+        match=r"config\.mesh\.tensr is not a setting; did you mean config\.mesh\.tensor\?",
+    ):
         from_json(data)
-    with pytest.raises(ValueError, match=r"config\.modle is not a setting; did you mean config\.model\?"):
+    with pytest.raises(
+        ValueError, match=r"config\.modle is not a setting; did you mean config\.model\?"
+    ):
         check_key(small(), "modle.num_layers")
-    with pytest.raises(ValueError, match=r"config\.mesh\.qqq is not a setting; config\.mesh has stage, data, fsdp"):
+    with pytest.raises(
+        ValueError, match=r"config\.mesh\.qqq is not a setting; config\.mesh has stage, data, fsdp"
+    ):
         check_key(small(), "mesh.qqq")
     for key, _ in leaves(small()):
         check_key(small(), key)
@@ -145,7 +173,11 @@ def test_a_config_dict_is_taken_and_checked_like_a_config():
     loose.optim.no_decay = ("norm",)
     loose.mesh.tensor = 2
     taken = from_config_dict(loose)
-    assert taken.optim.no_decay == ("norm",) and taken.mesh.tensor == 2 and taken.dtype is Dtype.BFLOAT16
+    assert (
+        taken.optim.no_decay == ("norm",)
+        and taken.mesh.tensor == 2
+        and taken.dtype is Dtype.BFLOAT16
+    )
     wrong = ml_collections.ConfigDict(data)
     with wrong.unlocked():
         wrong.mesh.tensr = 2
@@ -154,7 +186,9 @@ def test_a_config_dict_is_taken_and_checked_like_a_config():
 
 
 def test_the_mesh_takes_what_the_axis_of_minus_one_leaves():
-    assert MeshConfig(tensor=2).sizes(8) == dict(stage=1, data=1, fsdp=4, expert=1, context=1, tensor=2)
+    assert MeshConfig(tensor=2).sizes(8) == dict(
+        stage=1, data=1, fsdp=4, expert=1, context=1, tensor=2
+    )
     assert MeshConfig(data=2, fsdp=4).sizes(8)["fsdp"] == 4
     for mesh in (MeshConfig(tensor=3), MeshConfig(fsdp=4), MeshConfig(fsdp=16)):
         with pytest.raises(ValueError, match="devices and 8 are here"):
@@ -190,9 +224,20 @@ OVERRIDES = {
 
 def test_every_type_of_field_is_overridden_on_the_command_line_of_a_config_dict_file(tmp_path):
     """A file that returns an ml_collections ConfigDict goes the same way as one that returns a Config."""
-    data = json.loads(json.dumps(to_json(small()))) | {"checkpoint": {"enabled": False}, "log": {"tensorboard": False}}
-    data["data"] = {"path": str(tmp_path / "*.txt"), "cache_dir": str(tmp_path), "eval_fraction": 0.3}
-    data["model"]["max_seq_len"], data["evaluation"], data["sample"]["tokens"] = 64, {"batches": 1}, 0
+    data = json.loads(json.dumps(to_json(small()))) | {
+        "checkpoint": {"enabled": False},
+        "log": {"tensorboard": False},
+    }
+    data["data"] = {
+        "path": str(tmp_path / "*.txt"),
+        "cache_dir": str(tmp_path),
+        "eval_fraction": 0.3,
+    }
+    data["model"]["max_seq_len"], data["evaluation"], data["sample"]["tokens"] = (
+        64,
+        {"batches": 1},
+        0,
+    )
     (tmp_path / "config.py").write_text(
         "from ml_collections import ConfigDict\n\n\ndef get_config(arg=''):\n    return ConfigDict("
         + repr(data)

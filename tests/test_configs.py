@@ -27,7 +27,9 @@ def load(file: Path, *arguments: str) -> Config:
 
 
 CONFIGS = {
-    (file, *rest): load(file, *rest) for file in FILES for rest in [(), *((v,) for v in VARIANTS.get(file.name, []))]
+    (file, *rest): load(file, *rest)
+    for file in FILES
+    for rest in [(), *((v,) for v in VARIANTS.get(file.name, []))]
 }
 
 
@@ -66,12 +68,16 @@ def test_a_config_fits_the_hardware_that_its_header_names(case):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_header_has_the_command_the_hardware_and_where_the_figures_are(file):
     header = header_of(file)
-    assert f"python scripts/train.py --config configs/{file.name} --workdir runs/{file.stem}" in header
+    assert (
+        f"python scripts/train.py --config configs/{file.name} --workdir runs/{file.stem}" in header
+    )
     assert re.search(r"Hardware: \w", header)
     assert re.search(r"Expect [\s\S]*docs/benchmarks\.md|Not run at this size", header)
 
 
 def test_an_unknown_variant_is_refused_with_the_known_one():
     file = next(file for file in FILES if file.name == "llama3_1b.py")
-    with pytest.raises(ValueError, match="llama3_1b.py:big is not a variant; leave it out or write 'tied'"):
+    with pytest.raises(
+        ValueError, match="llama3_1b.py:big is not a variant; leave it out or write 'tied'"
+    ):
         load(file, "big")

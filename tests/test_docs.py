@@ -17,9 +17,13 @@ PAGES = ("README.md", "docs/design.md", "docs/sharding.md", "docs/data.md")
 BODY = r"(?:(?!^```).)*"
 PYTHON = re.compile(rf"^```python\n(?P<source>{BODY})^```$", re.MULTILINE | re.DOTALL)
 # A block, the word "prints" alone in a line, and what it prints.
-PRINTED = re.compile(rf"{PYTHON.pattern}\n\nprints\n\n^```text\n(?P<printed>{BODY})^```$", re.MULTILINE | re.DOTALL)
+PRINTED = re.compile(
+    rf"{PYTHON.pattern}\n\nprints\n\n^```text\n(?P<printed>{BODY})^```$", re.MULTILINE | re.DOTALL
+)
 # In a link or in backquotes; `x` stands for a name of the reader's own, as in `configs/x.py`.
-FILE = re.compile(r"[(`]((?:jaxscale|kernels|configs|scripts|tests|docs|\.ci)/(?!(?:\w+/)?x[._])[\w./]*\w)[)`]")
+FILE = re.compile(
+    r"[(`]((?:jaxscale|kernels|configs|scripts|tests|docs|\.ci)/(?!(?:\w+/)?x[._])[\w./]*\w)[)`]"
+)
 # `config.mesh.fsdp=1` and --config.mesh.fsdp=1, but no file such as `config.json`.
 SETTING = re.compile(r"(?:`|--)config\.(?!py\b|json\b)([a-z_]+(?:\.[a-z_]+)*)")
 

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from jaxscale.anatomy import anatomy
-from jaxscale.hlo_names import follow, owners, programs, with_names
-from jaxscale.kernel_kinds import Kernel
-from jaxscale.xplane import read
+from jaxscale.perf.anatomy import anatomy
+from jaxscale.perf.categories import Kernel
+from jaxscale.perf.graph_names import follow, owners, programs, with_names
+from jaxscale.perf.trace import read
 
 MODULE = "jit_train_step"
 NUMBER = 2014
@@ -38,11 +38,19 @@ def encode(fields):
 
 def metadata(*modules):
     """The plane of a trace that holds the programs."""
-    return {2: "/host:metadata", 4: [{1: i, 2: {1: i, 5: {1: 1, 6: {1: each}}}} for i, each in enumerate(modules, 1)]}
+    return {
+        2: "/host:metadata",
+        4: [{1: i, 2: {1: i, 5: {1: 1, 6: {1: each}}}} for i, each in enumerate(modules, 1)],
+    }
 
 
 def line(name, op_name="", opcode="fusion", **others):
-    return dict(name=name, op_name=op_name, opcode=opcode, target="", shared="", called=(), settings="") | others
+    return (
+        dict(
+            name=name, op_name=op_name, opcode=opcode, target="", shared="", called=(), settings=""
+        )
+        | others
+    )
 
 
 def module(*computations, number=NUMBER, name=MODULE):
@@ -76,14 +84,23 @@ ENTRY = (
     line("custom-call.2", "jit(f)/jvp()/BSF,DF->BSD/dot_general", "custom-call", target=GEMM),
     line("custom-call.3", "jit(f)/jvp()/BSD,DNH->BSNH/dot_general", "custom-call", target=GEMM),
     line("loop_mul_fusion.2", "jit(f)/jvp()/mul", shared="loop_mul_fusion.1"),
-    line("attention.1", "jit(f)/jvp(attention)/dot_product_attention_bwd", "custom-call", target=FMHA),
+    line(
+        "attention.1", "jit(f)/jvp(attention)/dot_product_attention_bwd", "custom-call", target=FMHA
+    ),
     line("wrapped_slice.1", "jit(f)/jvp()/slice"),
-    line("while.1", opcode="while", called=(2, 3), settings='{"known_trip_count":{"n":"3"},"x":"0"}'),
+    line(
+        "while.1", opcode="while", called=(2, 3), settings='{"known_trip_count":{"n":"3"},"x":"0"}'
+    ),
     line("dynamic_slice_fusion.1", called=(4,)),
     line("loop_sub_fusion", "jit(f)/optimizer/sub"),
 )
 BODY = (
-    line("custom-call.9", "jit(f)/jvp(loss)/while/body/TD,DV->TV/dot_general", "custom-call", target=GEMM),
+    line(
+        "custom-call.9",
+        "jit(f)/jvp(loss)/while/body/TD,DV->TV/dot_general",
+        "custom-call",
+        target=GEMM,
+    ),
     line("fusion-start.3", opcode="async-start", called=(6,)),
     line("input_reduce_fusion.9", "jit(f)/jvp(loss)/while/body/reduce_max"),
 )
@@ -91,7 +108,9 @@ CONDITION = (line("loop_compare_fusion", "jit(f)/jvp(loss)/while/cond/lt"),)
 # A product that writes into its place of a larger array.
 SLICED = (
     line("param.4", opcode="parameter"),
-    line("custom-call.4", "jit(f)/transpose(jvp())/TF,TD->FD/dot_general", "custom-call", target=GEMM),
+    line(
+        "custom-call.4", "jit(f)/transpose(jvp())/TF,TD->FD/dot_general", "custom-call", target=GEMM
+    ),
     line("bitcast.4", opcode="bitcast"),
 )
 GATHER = (line("all-gather.1", "jit(f)/jvp()/convert_element_type", "all-gather"),)
@@ -122,7 +141,9 @@ RUN = (
     ("nvjet_c", "dynamic_slice_fusion.1"),
     ("loop_sub_fusion", "loop_sub_fusion"),
 )  # fmt: skip
-OP_NAMES = {x["name"]: x["op_name"] for x in (*ENTRY, *BODY, *COPY)} | {"dynamic_slice_fusion.1": SLICED[1]["op_name"]}
+OP_NAMES = {x["name"]: x["op_name"] for x in (*ENTRY, *BODY, *COPY)} | {
+    "dynamic_slice_fusion.1": SLICED[1]["op_name"]
+}
 
 
 def program(*modules):
@@ -137,7 +158,10 @@ def found(launches, step=None):
     """Instructions and op names of launches, some of which a graph hides."""
     step = step or program()
     owner = dict(owners(step, launches))
-    return [(x.hlo_op, x.op_name) for x in (with_names(step, each, owner.get(i)) for i, each in enumerate(launches))]
+    return [
+        (x.hlo_op, x.op_name)
+        for x in (with_names(step, each, owner.get(i)) for i, each in enumerate(launches))
+    ]
 
 
 def truth(run):
@@ -154,14 +178,18 @@ def test_with_some_kernels_outside_graphs_as_well(seed):
     rng = random.Random(seed)
     outside = {hlo_op for _, hlo_op in RUN if rng.random() < 0.5}
     run = RUN * 3
-    launches = [Kernel(name, op, "cut/off", MODULE) if op in outside else in_graph(name) for name, op in run]
+    launches = [
+        Kernel(name, op, "cut/off", MODULE) if op in outside else in_graph(name) for name, op in run
+    ]
     assert found(launches) == truth(run)
 
 
 @pytest.mark.parametrize("cut", range(len(RUN)))
 def test_a_trace_may_begin_anywhere_in_a_step(cut):
     run = (RUN * 3)[cut:]
-    known = next(i for i, (name, _) in enumerate(run) if "fusion_" in name or name.endswith("_fusion"))
+    known = next(
+        i for i, (name, _) in enumerate(run) if "fusion_" in name or name.endswith("_fusion")
+    )
     assert found([in_graph(name) for name, _ in run])[known:] == truth(run)[known:]
 
 
@@ -179,7 +207,9 @@ def test_where_calls_and_kernels_are_not_equally_many_both_stay_unnamed():
     run = (*RUN[:at], ("nvjet_extra", "custom-call.3"), *RUN[at:])
     names = found([in_graph(name) for name, _ in run * 2])[len(run) :]
     is_between = [at - 3 <= i <= at + 1 for i in range(len(run))]
-    assert names == [("", "") if between else each for each, between in zip(truth(run), is_between, strict=True)]
+    assert names == [
+        ("", "") if between else each for each, between in zip(truth(run), is_between, strict=True)
+    ]
 
 
 def test_a_fill_that_may_be_an_instruction_of_its_own_stays_unnamed():
@@ -196,13 +226,17 @@ def test_a_fill_before_anything_but_a_call_of_a_library_stays_unnamed():
 
 
 def test_a_kernel_that_shows_no_place_has_the_op_name_that_all_its_instructions_share():
-    fusions = [line(f"loop_fusion.{i}", f"jit(f)/layer_{i}/mul", shared="loop_fusion.1") for i in (1, 2)]
+    fusions = [
+        line(f"loop_fusion.{i}", f"jit(f)/layer_{i}/mul", shared="loop_fusion.1") for i in (1, 2)
+    ]
     others = [
-        line(f"loop_other.{i}", f"jit(f)/{scope}/mul", shared="loop_other.1") for i, scope in ((1, "a"), (2, "b"))
+        line(f"loop_other.{i}", f"jit(f)/{scope}/mul", shared="loop_other.1")
+        for i, scope in ((1, "a"), (2, "b"))
     ]
     step = program(module((*fusions, *others)))
     (hlo_op, op_name), unknown = (
-        (x.hlo_op, x.op_name) for x in (with_names(step, in_graph(n), None) for n in ("loop_fusion_1", "loop_other_1"))
+        (x.hlo_op, x.op_name)
+        for x in (with_names(step, in_graph(n), None) for n in ("loop_fusion_1", "loop_other_1"))
     )
     assert (hlo_op, re.sub(r"\d", "", op_name)) == ("", "jit(f)/layer_/mul")
     assert unknown == ("", "")
@@ -244,7 +278,12 @@ def device_plane(*streams):
 
     def event(i, name, op, program):
         stats = [{1: number("hlo_op"), 7: number(op)}, {1: number("hlo_module"), 7: number(MODULE)}]
-        return {1: number(name), 2: 10_000 * i, 3: 10_000, 4: [*stats, {1: number("program_id"), 3: program}]}
+        return {
+            1: number(name),
+            2: 10_000 * i,
+            3: 10_000,
+            4: [*stats, {1: number("program_id"), 3: program}],
+        }
 
     lines = [
         {1: n, 2: f"Stream #{n}(Compute)", 4: [event(i, *each) for i, each in enumerate(launches)]}
@@ -255,7 +294,9 @@ def device_plane(*streams):
 
 
 def write(file, streams, *modules):
-    file.write_bytes(encode({1: [metadata(*modules), device_plane(*streams), {1: 9, 2: "/host:CPU"}]}))
+    file.write_bytes(
+        encode({1: [metadata(*modules), device_plane(*streams), {1: 9, 2: "/host:CPU"}]})
+    )
     return file
 
 
@@ -266,10 +307,21 @@ def test_the_scopes_of_a_step_in_graphs_are_told_from_its_program(tmp_path):
     other = module((line("loop_mul_fusion.1", "jit(f)/wrong/mul"),), number=77)
     step = anatomy(read(write(tmp_path / "x.xplane.pb", [launches], STEP, other)))
     assert (step.module, step.num_steps) == (MODULE, 2)
-    parts = dict(gemm=50, attention=30, elementwise=20, copy=30, embedding=10, loss_gemm=30, loss=60, optimizer=10)
+    parts = dict(
+        gemm=50,
+        attention=30,
+        elementwise=20,
+        copy=30,
+        embedding=10,
+        loss_gemm=30,
+        loss=60,
+        optimizer=10,
+    )
     assert {key: round(value * 1e9) for key, value in step.seconds.items() if value} == parts
     assert step.unattributed_seconds == 0
-    assert step.graph_seconds == pytest.approx((sum(parts.values()) - parts["copy"] - parts["optimizer"]) * 1e-9)
+    assert step.graph_seconds == pytest.approx(
+        (sum(parts.values()) - parts["copy"] - parts["optimizer"]) * 1e-9
+    )
 
 
 def test_only_the_stream_that_computes_is_matched_with_the_schedule(tmp_path):
@@ -282,7 +334,9 @@ def test_only_the_stream_that_computes_is_matched_with_the_schedule(tmp_path):
 
 
 def test_two_programs_of_one_name_are_told_apart_by_their_numbers(tmp_path):
-    launches = [(name, "command_buffer_1", number) for number in (NUMBER, 77, 77) for name, _ in RUN]
+    launches = [
+        (name, "command_buffer_1", number) for number in (NUMBER, 77, 77) for name, _ in RUN
+    ]
     again = module(ENTRY, BODY, CONDITION, SLICED, GATHER, COPY, number=77)
     step = anatomy(read(write(tmp_path / "x.xplane.pb", [launches], STEP, again)))
     assert (step.module, step.num_steps) == (f"{MODULE}(77)", 1)

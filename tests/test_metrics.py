@@ -13,8 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale import distributed, metrics
-from jaxscale.metrics import ConsoleWriter, JsonlWriter, Meter, TensorBoardWriter, WandbWriter, Writers, open_writers
+from jaxscale import distributed
+from jaxscale.metrics import meter as metrics
+from jaxscale.metrics.meter import (
+    ConsoleWriter,
+    JsonlWriter,
+    Meter,
+    TensorBoardWriter,
+    WandbWriter,
+    Writers,
+    open_writers,
+)
 
 
 def llama3_8b_flops_per_token(seq_len, attended):
@@ -50,7 +59,9 @@ def fake_device(in_use=0, peak=0, kind="NVIDIA H100 80GB HBM3"):
 
 
 def test_memory_is_that_of_the_fullest_device_and_unknown_on_a_cpu():
-    assert metrics.memory_gib([fake_device(2**30, 5 * 2**30), fake_device(3 * 2**30, 4 * 2**30)]) == (3.0, 5.0)
+    assert metrics.memory_gib(
+        [fake_device(2**30, 5 * 2**30), fake_device(3 * 2**30, 4 * 2**30)]
+    ) == (3.0, 5.0)
     assert metrics.memory_gib(jax.local_devices()) is None
 
 
@@ -58,7 +69,12 @@ class FakeDevice:
     """Runs steps one after the other on a clock of its own; the host's clock goes on only when it waits for a step."""
 
     def __init__(self, step_seconds):
-        self.step_seconds, self.now, self.busy_until, self.num_dispatched = step_seconds, 0.0, 0.0, 0
+        self.step_seconds, self.now, self.busy_until, self.num_dispatched = (
+            step_seconds,
+            0.0,
+            0.0,
+            0,
+        )
         self.reads: list[tuple[int, int]] = []
 
     def dispatch(self, value):
@@ -69,7 +85,13 @@ class FakeDevice:
 
 class FakeScalar:
     def __init__(self, device, value, end, index):
-        self.device, self.value, self.end, self.index, self.is_copying = device, value, end, index, False
+        self.device, self.value, self.end, self.index, self.is_copying = (
+            device,
+            value,
+            end,
+            index,
+            False,
+        )
 
     def copy_to_host_async(self):
         self.is_copying = True
@@ -151,7 +173,9 @@ def test_a_meter_of_real_arrays_on_a_cpu_omits_mfu_and_memory():
 
 
 def test_recording_a_step_does_not_wait_for_it():
-    def slow(x):  # some 0.3 s on one core; a host callback will not do, the CPU backend runs it before dispatch returns
+    def slow(
+        x,
+    ):  # some 0.3 s on one core; a host callback will not do, the CPU backend runs it before dispatch returns
         x = jax.lax.fori_loop(0, 100, lambda _, y: jnp.tanh(y @ x), x)
         return {"loss": jnp.sum(x), "tokens": jnp.int32(32)}
 
@@ -174,7 +198,13 @@ def write_steps(writer, clock, num_steps, seconds=1.0):
     for step in range(1, num_steps + 1):
         clock.now += seconds
         writer.write(
-            {"step": step, "loss": 2.5, "tokens_per_second_per_device": 12345.6, "mfu_full": 0.5, "mfu_causal": 0.4}
+            {
+                "step": step,
+                "loss": 2.5,
+                "tokens_per_second_per_device": 12345.6,
+                "mfu_full": 0.5,
+                "mfu_causal": 0.4,
+            }
         )
 
 
@@ -191,7 +221,9 @@ def test_a_console_that_is_no_terminal_gets_a_plain_line_now_and_then_with_the_f
     write_steps(writer, clock, 25)
     writer.close()
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "step  1/25  loss 2.5000  12,346 tokens/s/device  MFU 50.0% full, 40.0% causal"
+    assert (
+        lines[0] == "step  1/25  loss 2.5000  12,346 tokens/s/device  MFU 50.0% full, 40.0% causal"
+    )
     assert [line.split()[1] for line in lines] == ["1/25", "11/25", "21/25", "25/25"]
     assert lines[1].endswith("ETA 0:00:14") and lines[-1].endswith("ETA 0:00:00")
     assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
@@ -228,7 +260,9 @@ def test_jsonl_drops_the_records_after_the_step_resumed_from_and_a_half_written_
     writer = JsonlWriter(path, resume_step=0)
     for step in range(1, 8):
         writer.write({"step": step, "loss": 1 / step})
-        assert read_jsonl(path)[-1] == {"step": step, "loss": 1 / step}, "a line must be in the file at once"
+        assert read_jsonl(path)[-1] == {"step": step, "loss": 1 / step}, (
+            "a line must be in the file at once"
+        )
     writer.close()
     with open(path, "ab") as file:
         file.write(b'{"step": 8, "lo')
@@ -236,7 +270,9 @@ def test_jsonl_drops_the_records_after_the_step_resumed_from_and_a_half_written_
     for step in (6, 7):
         writer.write({"step": step, "loss": 0.0})
     writer.close()
-    assert [(r["step"], r["loss"]) for r in read_jsonl(path)] == [(s, 1 / s) for s in range(1, 6)] + [
+    assert [(r["step"], r["loss"]) for r in read_jsonl(path)] == [
+        (s, 1 / s) for s in range(1, 6)
+    ] + [
         (6, 0.0),
         (7, 0.0),
     ]
@@ -258,7 +294,9 @@ def test_a_file_stays_as_it_was_when_trimming_it_is_cut_short(tmp_path, monkeypa
 
 def test_values_that_are_not_finite_stay_valid_json_and_are_named(tmp_path):
     writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_step=0)
-    writer.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "learning_rate": 1e-3})
+    writer.write(
+        {"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "learning_rate": 1e-3}
+    )
     writer.close()
     (record,) = read_jsonl(tmp_path / "metrics.jsonl")
     assert record == {
@@ -305,7 +343,9 @@ def read_events(folder):
             (length,) = struct.unpack("<Q", data[:8])
             event = Event.FromString(data[12 : 12 + length])
             data = data[16 + length :]
-            scalars += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            scalars += [
+                (value.tag, event.step, value.simple_value) for value in event.summary.value
+            ]
     return scalars
 
 
@@ -319,7 +359,9 @@ def test_tensorboard_files_hold_every_number(tmp_path):
     assert (tag, step) == ("loss", 2) and np.isnan(value) and len(read_events(tmp_path)) == 3
 
 
-def test_an_absent_package_costs_one_line_that_says_how_to_install_it(tmp_path, monkeypatch, caplog, capsys):
+def test_an_absent_package_costs_one_line_that_says_how_to_install_it(
+    tmp_path, monkeypatch, caplog, capsys
+):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     monkeypatch.setitem(sys.modules, "wandb", None)
     writers = open_writers(tmp_path, num_steps=1, resume_step=0, wandb_project="p")
@@ -339,7 +381,8 @@ def test_wandb_goes_on_under_the_same_run_id(tmp_path, monkeypatch):
     def init(**kwargs):
         started.append(kwargs)
         return types.SimpleNamespace(
-            log=lambda values, step: logged.append((step, values)), finish=lambda: finished.append(True)
+            log=lambda values, step: logged.append((step, values)),
+            finish=lambda: finished.append(True),
         )
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
@@ -347,7 +390,11 @@ def test_wandb_goes_on_under_the_same_run_id(tmp_path, monkeypatch):
         writer = WandbWriter("project", folder=tmp_path, run_config={"steps": 3})
         writer.write({"step": 1, "loss": 2.0})
         writer.close()
-    assert started[0] == started[1] and started[0]["resume"] == "allow" and started[0]["config"] == {"steps": 3}
+    assert (
+        started[0] == started[1]
+        and started[0]["resume"] == "allow"
+        and started[0]["config"] == {"steps": 3}
+    )
     assert logged == [(1, {"loss": 2.0})] * 2 and finished == [True, True]
 
 

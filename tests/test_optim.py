@@ -13,7 +13,10 @@ import pytest
 from jaxscale import optim
 from jaxscale.optim import adamw
 
-MODULES = [importlib.import_module(f"jaxscale.optim.{info.name}") for info in pkgutil.iter_modules(optim.__path__)]
+MODULES = [
+    importlib.import_module(f"jaxscale.optim.{info.name}")
+    for info in pkgutil.iter_modules(optim.__path__)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +65,8 @@ def step(config, params, gradients, learning_rate=0.5):
 
 def test_weights_decay_and_norms_and_biases_do_not():
     params = {
-        name: jnp.ones(3) for name in ("embedding", "qkv", "qkv_bias", "attention_norm", "mlp_norm", "norm", "q_norm")
+        name: jnp.ones(3)
+        for name in ("embedding", "qkv", "qkv_bias", "attention_norm", "mlp_norm", "norm", "q_norm")
     }
     updates, _ = step(adamw.Config(weight_decay=0.1), params, jax.tree.map(jnp.zeros_like, params))
     for name, update in updates.items():
@@ -72,7 +76,15 @@ def test_weights_decay_and_norms_and_biases_do_not():
 
 def test_every_parameter_of_a_llama_decays_but_norms_and_biases(config_leaf_names):
     decayed, kept = config_leaf_names
-    assert decayed == {"embedding", "layers.qkv", "layers.out", "layers.gate", "layers.up", "layers.down", "output"}
+    assert decayed == {
+        "embedding",
+        "layers.qkv",
+        "layers.out",
+        "layers.gate",
+        "layers.up",
+        "layers.down",
+        "output",
+    }
     assert kept == {
         "norm", "layers.attention_norm", "layers.mlp_norm", "layers.qkv_bias", "layers.q_norm", "layers.k_norm",
     }  # fmt: skip
@@ -86,7 +98,14 @@ def config_leaf_names():
     from jaxscale.models import llama
 
     config = llama.Config(
-        vocab_size=8, model_dim=8, num_layers=1, num_heads=2, num_kv_heads=2, mlp_dim=8, qkv_bias=True, qk_norm=True
+        vocab_size=8,
+        model_dim=8,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        mlp_dim=8,
+        qkv_bias=True,
+        qk_norm=True,
     )
     params = nnx.split(jax.eval_shape(lambda: config.build(nnx.Rngs(0))))[1]
     names: tuple[set[str], set[str]] = (set(), set())

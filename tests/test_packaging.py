@@ -14,12 +14,16 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-CONFIG_FILES = sorted(path for path in (ROOT / "configs").glob("*.py") if path.name != "__init__.py")
+CONFIG_FILES = sorted(
+    path for path in (ROOT / "configs").glob("*.py") if path.name != "__init__.py"
+)
 
 
 def python(code, cwd=ROOT):
     """Runs `python -c code`, which has `cwd` on sys.path."""
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
 
 
 def read_requirements(lines):
@@ -64,7 +68,9 @@ def tracked_text_files():
 
 def test_kernels_are_a_relative_symlink():
     link = ROOT / "jaxscale" / "kernels"
-    assert link.is_symlink(), "jaxscale/kernels is a copy; it must be a link: ln -s ../kernels jaxscale/kernels"
+    assert link.is_symlink(), (
+        "jaxscale/kernels is a copy; it must be a link: ln -s ../kernels jaxscale/kernels"
+    )
     assert os.readlink(link) == "../kernels"
 
 
@@ -76,11 +82,16 @@ def test_the_bare_name_kernels_is_refused_with_the_right_one():
 
 
 def test_tests_do_not_see_the_checkout_on_sys_path():
-    assert importlib.util.find_spec("kernels") is None, "run the tests as `pytest`, not `python -m pytest`"
+    assert importlib.util.find_spec("kernels") is None, (
+        "run the tests as `pytest`, not `python -m pytest`"
+    )
 
 
 def test_jaxscale_is_imported_from_this_checkout_with_kernels_and_version():
-    done = python("import jaxscale, jaxscale.kernels as k; print(jaxscale.__version__); print(k.__file__)", cwd="/")
+    done = python(
+        "import jaxscale, jaxscale.kernels as k; print(jaxscale.__version__); print(k.__file__)",
+        cwd="/",
+    )
     assert done.returncode == 0, done.stderr
     version, file = done.stdout.splitlines()
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", version)
@@ -91,14 +102,20 @@ def test_jaxscale_is_imported_from_this_checkout_with_kernels_and_version():
 def test_importing_loads_no_jax(module):
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not written yet")
-    done = python(f"import sys, {module}; print(sorted({{'jax', 'flax', 'numpy.linalg'}} & set(sys.modules)))")
+    done = python(
+        f"import sys, {module}; print(sorted({{'jax', 'flax', 'numpy.linalg'}} & set(sys.modules)))"
+    )
     assert done.returncode == 0, done.stderr
     assert "jax" not in done.stdout and "flax" not in done.stdout, done.stdout
 
 
 def test_every_folder_of_the_package_has_an_init_file():
     # `packages = find:` leaves a folder without one out of the wheel, and nothing says so.
-    folders = {path.parent for package in ("jaxscale", "kernels") for path in (ROOT / package).rglob("*.py")}
+    folders = {
+        path.parent
+        for package in ("jaxscale", "kernels")
+        for path in (ROOT / package).rglob("*.py")
+    }
     assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
 
 
@@ -117,7 +134,9 @@ def test_every_requirement_has_one_pin_that_satisfies_it(group, python_version):
     pins = read_pins(python_version)
     for requirement in read_groups()[group]:
         versions = pins.get(canonicalize_name(requirement.name), [])
-        assert len(versions) == 1, f"{requirement} has {versions or 'no version'} in constraints.txt"
+        assert len(versions) == 1, (
+            f"{requirement} has {versions or 'no version'} in constraints.txt"
+        )
         assert requirement.specifier.contains(versions[0], prereleases=True), (
             f"{requirement} is pinned to {versions[0]}"
         )
@@ -125,11 +144,15 @@ def test_every_requirement_has_one_pin_that_satisfies_it(group, python_version):
 
 @pytest.mark.parametrize("python_version", PYTHONS)
 def test_no_name_is_pinned_twice(python_version):
-    assert {name: versions for name, versions in read_pins(python_version).items() if len(versions) > 1} == {}
+    assert {
+        name: versions for name, versions in read_pins(python_version).items() if len(versions) > 1
+    } == {}
 
 
 def test_cpu_users_get_no_triton():
-    names = {r.name for group, rs in read_groups().items() if not group.startswith("cuda") for r in rs}
+    names = {
+        r.name for group, rs in read_groups().items() if not group.startswith("cuda") for r in rs
+    }
     assert not names & {"triton", "jax-triton"}
 
 
@@ -173,7 +196,9 @@ def test_readme_stays_short():
     assert len(readme.read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize("path", CONFIG_FILES or [None], ids=lambda path: path.name if path else "none")
+@pytest.mark.parametrize(
+    "path", CONFIG_FILES or [None], ids=lambda path: path.name if path else "none"
+)
 def test_config_file_imports_and_offers_get_config(path):
     if path is None:
         pytest.skip("no config files yet")

@@ -74,7 +74,11 @@ def test_what_was_chosen_joins_what_is_recorded(record, tmp_path):
 def test_mistakes_leave_the_record_as_it_is(record, tmp_path):
     for arguments, gpus, told in (
         ((), (), "XLA times kernels on GPUs only, and there is none here"),
-        ((), ("NVIDIA GeForce RTX 4090",), "'NVIDIA GeForce RTX 4090' has no short name such as H200: name the file"),
+        (
+            (),
+            ("NVIDIA GeForce RTX 4090",),
+            "'NVIDIA GeForce RTX 4090' has no short name such as H200: name the file",
+        ),
         ((f"--output={tmp_path}/none/a.txtpb",), ("NVIDIA H200",), "there is no folder"),
         ((f"--output={tmp_path}/a.txtpb",), (), "there is none here"),
         (("--config.seq_len=0",), ("NVIDIA H200",), "config.seq_len=0"),

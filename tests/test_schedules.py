@@ -12,7 +12,8 @@ from jaxscale import schedules
 from jaxscale.schedules import cosine, wsd
 
 MODULES = [
-    importlib.import_module(f"jaxscale.schedules.{info.name}") for info in pkgutil.iter_modules(schedules.__path__)
+    importlib.import_module(f"jaxscale.schedules.{info.name}")
+    for info in pkgutil.iter_modules(schedules.__path__)
 ]
 NAMES = [module.__name__.rpartition(".")[2] for module in MODULES]
 STEPS = 2000
@@ -63,7 +64,9 @@ def test_cosine_falls_as_half_a_cosine_to_its_final_share():
     rates = values(cosine.Config(peak=1.0, warmup_steps=100, final=0.1))
     share = np.arange(STEPS - 100) / (STEPS - 100)
     np.testing.assert_allclose(rates[100:], 0.1 + 0.9 * (1 + np.cos(np.pi * share)) / 2, rtol=1e-5)
-    np.testing.assert_allclose(float(cosine.Config(peak=1.0, final=0.1).build(STEPS)(STEPS)), 0.1, rtol=1e-6)
+    np.testing.assert_allclose(
+        float(cosine.Config(peak=1.0, final=0.1).build(STEPS)(STEPS)), 0.1, rtol=1e-6
+    )
 
 
 def test_wsd_is_flat_and_falls_in_a_line_over_its_last_steps():

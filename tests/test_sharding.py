@@ -68,7 +68,8 @@ def test_one_mesh_axis_cannot_split_two_dimensions():
 
 def test_a_size_that_does_not_divide_is_refused_with_the_key(mesh):
     with pytest.raises(
-        ValueError, match=r"'mlp' of size 7 cannot be split over mesh axes tensor=2.*config\.mesh\.tensor"
+        ValueError,
+        match=r"'mlp' of size 7 cannot be split over mesh axes tensor=2.*config\.mesh\.tensor",
     ):
         RULES.spec("embed mlp", (4, 7), mesh=mesh)
 
@@ -98,8 +99,12 @@ class LinenMlp(nn.Module):
     @nn.compact
     def __call__(self, x):
         init = nn.initializers.normal(0.02)
-        x = nn.Dense(16, kernel_init=nn.with_partitioning(init, ("embed", "mlp")), use_bias=False, name="up")(x)
-        return nn.Dense(8, kernel_init=nn.with_partitioning(init, ("mlp", "embed")), use_bias=False, name="down")(x)
+        x = nn.Dense(
+            16, kernel_init=nn.with_partitioning(init, ("embed", "mlp")), use_bias=False, name="up"
+        )(x)
+        return nn.Dense(
+            8, kernel_init=nn.with_partitioning(init, ("mlp", "embed")), use_bias=False, name="down"
+        )(x)
 
 
 def test_a_linen_model_is_sharded_by_its_metadata(mesh):
@@ -113,7 +118,9 @@ def test_a_linen_model_is_sharded_by_its_metadata(mesh):
 
 def test_a_linen_model_without_metadata_is_sharded_by_patterns(mesh):
     abstract = jax.eval_shape(nn.Dense(16).init, jax.random.key(0), jnp.ones((4, 8)))
-    shardings = shd.shardings(abstract, [("kernel$", "embed mlp"), ("bias$", "mlp")], mesh=mesh, rules=RULES)
+    shardings = shd.shardings(
+        abstract, [("kernel$", "embed mlp"), ("bias$", "mlp")], mesh=mesh, rules=RULES
+    )
     assert spec_of(shardings, "params", "kernel") == P("fsdp", "tensor")
     assert spec_of(shardings, "params", "bias") == P("tensor")
 
@@ -129,7 +136,9 @@ class Linear:
 
 def test_an_equinox_style_module_is_sharded_by_patterns(mesh):
     model = {"first": Linear(jnp.ones((8, 16)), jnp.ones(16))}
-    shardings = shd.shardings(model, [(r"first/weight", "embed mlp"), ("bias", "mlp")], mesh=mesh, rules=RULES)
+    shardings = shd.shardings(
+        model, [(r"first/weight", "embed mlp"), ("bias", "mlp")], mesh=mesh, rules=RULES
+    )
     assert isinstance(shardings["first"], Linear)
     placed = jax.device_put(model, shardings)
     assert placed["first"].weight.sharding == NamedSharding(mesh, P("fsdp", "tensor"))
@@ -137,7 +146,10 @@ def test_an_equinox_style_module_is_sharded_by_patterns(mesh):
 
 def test_a_plain_dict_trains_with_gather_and_einsum(mesh):
     rng = np.random.default_rng(0)
-    params = {"up": rng.normal(size=(8, 16)).astype(np.float32), "down": rng.normal(size=(16, 8)).astype(np.float32)}
+    params = {
+        "up": rng.normal(size=(8, 16)).astype(np.float32),
+        "down": rng.normal(size=(16, 8)).astype(np.float32),
+    }
     x = rng.normal(size=(8, 4, 8)).astype(np.float32)
 
     def loss(params, x_BSD):
@@ -147,7 +159,9 @@ def test_a_plain_dict_trains_with_gather_and_einsum(mesh):
         return jnp.mean(shd.einsum("BSF,FD->BSD", h_BSF, down, out="batch seq act_embed") ** 2)
 
     expected = jax.grad(loss)(params, x)
-    shardings = shd.shardings(params, [("up", "embed mlp"), ("down", "mlp embed")], mesh=mesh, rules=RULES)
+    shardings = shd.shardings(
+        params, [("up", "embed mlp"), ("down", "mlp embed")], mesh=mesh, rules=RULES
+    )
     with shd.use(mesh, RULES):
         placed = jax.device_put(params, shardings)
         x_BSD = shd.global_array(lambda index: x[index], x.shape, "batch seq act_embed")
@@ -213,7 +227,9 @@ def test_outside_use_every_call_is_plain():
     np.testing.assert_array_equal(shd.einsum("ab,cb->ac", x, x, out="what ever"), x @ x.T)
     np.testing.assert_array_equal(shd.reshape(x, (3, 2), out="a b"), x.reshape(3, 2))
     assert shd.gather({"w": x}, dtype=jnp.bfloat16)["w"].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(shd.shard_map(lambda x: 2 * x, in_axes=("a b",), out_axes="a b")(x), 2 * x)
+    np.testing.assert_array_equal(
+        shd.shard_map(lambda x: 2 * x, in_axes=("a b",), out_axes="a b")(x), 2 * x
+    )
 
 
 @pytest.fixture
@@ -226,7 +242,9 @@ def product():
 
 def sloped_product(weight_DF, x_BSD, slope_BSF):
     """sum(y * slope) of a bfloat16 product y with a gathered weight, whose gradient is to be float32."""
-    weight_DF = shd.gather(weight_DF, dtype=jnp.bfloat16, reduce_dtype=jnp.float32, axes="embed mlp", name="gathered")
+    weight_DF = shd.gather(
+        weight_DF, dtype=jnp.bfloat16, reduce_dtype=jnp.float32, axes="embed mlp", name="gathered"
+    )
     y_BSF = shd.einsum("BSD,DF->BSF", x_BSD, weight_DF, out="batch seq mlp", dtype=jnp.bfloat16)
     assert weight_DF.dtype == jnp.float32 and y_BSF.dtype == jnp.bfloat16
     return jnp.sum((y_BSF * shd.constrain(slope_BSF, "batch seq mlp")).astype(jnp.float32))
@@ -238,7 +256,9 @@ def assert_gradients_are_those_of(product, dweight_DF, dx_BSD):
     # Sums of 1024 products of size 1, to 32: float32 is off by 1e-5, bfloat16 by 0.1.
     np.testing.assert_allclose(dweight_DF, np.einsum("bsd,bsf->df", x_BSD, slope_BSF), atol=1e-4)
     expected_BSD = np.einsum("df,bsf->bsd", weight_DF, slope_BSF)
-    assert np.linalg.norm(np.asarray(dx_BSD, np.float64) - expected_BSD) < 1e-2 * np.linalg.norm(expected_BSD)
+    assert np.linalg.norm(np.asarray(dx_BSD, np.float64) - expected_BSD) < 1e-2 * np.linalg.norm(
+        expected_BSD
+    )
 
 
 def test_the_weight_gradient_of_a_bfloat16_product_can_be_float32(mesh, product):
@@ -246,22 +266,34 @@ def test_the_weight_gradient_of_a_bfloat16_product_can_be_float32(mesh, product)
     placement = shd.shardings(weight_DF, [("", "embed mlp")], mesh=mesh, rules=RULES)
     with shd.use(mesh, RULES):
         x_BSD = shd.global_array(lambda index: x_BSD[index], x_BSD.shape, "batch seq act_embed")
-        differentiated = jax.jit(jax.grad(sloped_product, (0, 1)), out_shardings=(placement, x_BSD.sharding))
-        assert_gradients_are_those_of(product, *differentiated(jax.device_put(weight_DF, placement), x_BSD, slope_BSF))
+        differentiated = jax.jit(
+            jax.grad(sloped_product, (0, 1)), out_shardings=(placement, x_BSD.sharding)
+        )
+        assert_gradients_are_those_of(
+            product, *differentiated(jax.device_put(weight_DF, placement), x_BSD, slope_BSF)
+        )
 
 
 def test_without_a_mesh_it_can_too(product):
-    assert_gradients_are_those_of(product, *jax.grad(sloped_product, (0, 1))(*map(jnp.asarray, product)))
+    assert_gradients_are_those_of(
+        product, *jax.grad(sloped_product, (0, 1))(*map(jnp.asarray, product))
+    )
 
 
 def test_a_reduce_dtype_that_is_no_wider_has_no_effect(mesh):
     with shd.use(mesh, RULES):
         w = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("fsdp", "tensor")))
-        for dtype, reduce_dtype in ((jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.bfloat16), (None, jnp.float32)):
+        for dtype, reduce_dtype in (
+            (jnp.float32, jnp.bfloat16),
+            (jnp.bfloat16, jnp.bfloat16),
+            (None, jnp.float32),
+        ):
             options = dict(dtype=dtype, axes="embed mlp")
             plain = jax.make_jaxpr(lambda w, options=options: shd.gather(w, **options))(w)
             options["reduce_dtype"] = reduce_dtype
-            assert str(jax.make_jaxpr(lambda w, options=options: shd.gather(w, **options))(w)) == str(plain)
+            assert str(
+                jax.make_jaxpr(lambda w, options=options: shd.gather(w, **options))(w)
+            ) == str(plain)
 
 
 def test_what_a_checkpoint_keeps_of_a_gathered_weight_is_bfloat16(mesh, product, capsys):
@@ -270,13 +302,18 @@ def test_what_a_checkpoint_keeps_of_a_gathered_weight_is_bfloat16(mesh, product,
         placed = jax.device_put(product[0], shd.shardings(product[0], [("", "embed mlp")]))
         kept = jax.checkpoint(sloped_product, policy=policy)
         jax.ad_checkpoint.print_saved_residuals(kept, placed, *map(jnp.asarray, product[1:]))
-    lines = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line
+    ]
     assert len(lines) == 1 and lines[0].startswith("bf16[8") and "'gathered'" in lines[0], lines
 
 
 def test_a_product_in_a_dtype_is_of_two_operands():
     x = jnp.ones((2, 2))
-    with pytest.raises(ValueError, match="'ab,bc,cd->ad'.* of 3 operands: with dtype= it takes two and their result"):
+    with pytest.raises(
+        ValueError,
+        match="'ab,bc,cd->ad'.* of 3 operands: with dtype= it takes two and their result",
+    ):
         shd.einsum("ab,bc,cd->ad", x, x, x, out="_ _", dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match="'ab,bc'.* of 2 operands"):
         shd.einsum("ab,bc", x, x, out="_ _", dtype=jnp.bfloat16)
@@ -285,7 +322,9 @@ def test_a_product_in_a_dtype_is_of_two_operands():
 def test_constrain_moves_an_array(mesh):
     with shd.use(mesh, RULES):
         x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data", None)))
-        assert jax.jit(lambda x: shd.constrain(x, "act_embed mlp"))(x).sharding.spec == P(None, "tensor")
+        assert jax.jit(lambda x: shd.constrain(x, "act_embed mlp"))(x).sharding.spec == P(
+            None, "tensor"
+        )
 
 
 def test_the_same_function_under_other_rules_is_traced_again():
@@ -309,7 +348,9 @@ def test_shard_map_sees_local_parts_and_named_axes(mesh):
         return jax.lax.psum(x.sum(), shd.mesh_axes("batch"))
 
     with shd.use(mesh, RULES):
-        x = shd.global_array(lambda index: np.ones((8, 4), np.float32)[index], (8, 4), "batch act_embed")
+        x = shd.global_array(
+            lambda index: np.ones((8, 4), np.float32)[index], (8, 4), "batch act_embed"
+        )
         assert jax.jit(shd.shard_map(local, in_axes=("batch act_embed",), out_axes=""))(x) == 32
 
 
@@ -324,7 +365,10 @@ def test_a_missing_out_axis_is_an_error_on_an_explicit_mesh():
 
 def test_explain_lists_every_array_and_the_total(mesh):
     table = shd.explain(
-        {"up": jnp.ones((1024, 512)), "step": jnp.ones(())}, [("up", "embed mlp")], mesh=mesh, rules=RULES
+        {"up": jnp.ones((1024, 512)), "step": jnp.ones(())},
+        [("up", "embed mlp")],
+        mesh=mesh,
+        rules=RULES,
     )
     lines = [line.split() for line in table.splitlines()]
     assert ["up", "1024x512", "embed", "mlp", "(fsdp,", "tensor)", "0.500"] in lines

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import pytest
 from jax._src import compiler
 
-from jaxscale import xla
+from jaxscale.compile import fit
 from jaxscale.config import Config, Dtype, MeshConfig
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
-from jaxscale.train import fit
-from jaxscale.train.state import make_plan
+from jaxscale.step.state import make_plan
+from jaxscale.xla import options as xla
 
 JAXLIB = f"jaxlib {metadata.version('jaxlib')}"
 SIZES = dict(stage=1, data=1, fsdp=8, expert=1, context=1, tensor=1)
@@ -49,7 +49,9 @@ def options_of(*texts, platform="gpu", sizes=SIZES):
 
 def told(*texts, platform="gpu") -> list[str]:
     config = SimpleNamespace(xla_options=texts)
-    return xla.describe(options_of(*texts, platform=platform), config, platform=platform).splitlines()
+    return xla.describe(
+        options_of(*texts, platform=platform), config, platform=platform
+    ).splitlines()
 
 
 def derived(monkeypatch, name="xla_gpu_enable_triton_gemm", value=False, **fields):
@@ -92,7 +94,9 @@ def test_an_unknown_option_is_named_once_and_ignored(text, hint, caplog):
     for _ in range(2):
         assert options_of(text, "xla_gpu_autotune_level=2") == {"xla_gpu_autotune_level": "2"}
     name = text.partition("=")[0]
-    assert caplog.messages == [f"compiler option {name}: {JAXLIB} has none of this name; it is ignored{hint}"]
+    assert caplog.messages == [
+        f"compiler option {name}: {JAXLIB} has none of this name; it is ignored{hint}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -117,21 +121,27 @@ def test_jaxs_optimization_level_is_an_option_too():
 
 
 def test_an_option_of_another_platform_is_named_and_ignored(caplog):
-    assert options_of("xla_gpu_autotune_level=2", "xla_backend_optimization_level=1", platform="cpu") == {
-        "xla_backend_optimization_level": "1"
-    }
-    assert caplog.messages == ["config.xla_options='xla_gpu_autotune_level=2' has no effect on CPUs and is ignored"]
+    assert options_of(
+        "xla_gpu_autotune_level=2", "xla_backend_optimization_level=1", platform="cpu"
+    ) == {"xla_backend_optimization_level": "1"}
+    assert caplog.messages == [
+        "config.xla_options='xla_gpu_autotune_level=2' has no effect on CPUs and is ignored"
+    ]
     with pytest.raises(ValueError, match="not a valid int32 value"):  # a mistake is one here too
         options_of("xla_gpu_autotune_level=high", platform="cpu")
 
 
-@pytest.mark.parametrize("pair", xla.TRANSLATIONS.items(), ids=lambda pair: f"{pair[0][0]}={pair[0][1]}")
+@pytest.mark.parametrize(
+    "pair", xla.TRANSLATIONS.items(), ids=lambda pair: f"{pair[0][0]}={pair[0][1]}"
+)
 def test_another_jaxlibs_name_is_translated_into_the_one_that_this_has(pair, caplog):
     assert [xla._refusal(*spelling) is None for spelling in pair].count(True) == 1
     (here,) = (spelling for spelling in pair if xla._refusal(*spelling) is None)
     for name, value in pair:
         caplog.clear()
-        assert options_of(f"{name}={str(value).lower() if isinstance(value, bool) else value}") == dict([here])
+        assert options_of(
+            f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        ) == dict([here])
         line = f"compiler option {name}={value} is {here[0]}={here[1]} in {JAXLIB}"
         assert caplog.messages == ([] if (name, value) == here else [line])
 
@@ -150,7 +160,7 @@ def test_the_check_starts_no_device_and_compiles_nothing(tmp_path):
     code = f"""if True:
         from types import SimpleNamespace
         from jax._src import xla_bridge
-        from jaxscale import xla
+        from jaxscale.xla import options as xla
         config = SimpleNamespace(xla_options=("xla_dump_to={tmp_path}/dump", "xla_gpu_autotune_level=2"))
         sizes, card = {{"fsdp": 1}}, "NVIDIA H200"
         ours = [*xla.OPTIONS, *xla.chosen_kernels(card)]
@@ -201,12 +211,16 @@ def test_an_option_that_this_jaxlib_refuses_is_left_out(monkeypatch, caplog):
 def test_every_option_that_jaxscale_sets_is_known_here():
     for option in OPTIONS:
         value = option.value_for(small_config(), SIZES)
-        assert None in [xla._refusal(*spelling) for spelling in xla._spellings(option.name, value)], option
+        assert None in [
+            xla._refusal(*spelling) for spelling in xla._spellings(option.name, value)
+        ], option
         assert option.why and option.gain and option.default
 
 
 def test_collectives_of_a_layer_are_combined_where_it_was_measured():
-    gather, scatter = (option for option in OPTIONS if option.name.endswith("combine_threshold_bytes"))
+    gather, scatter = (
+        option for option in OPTIONS if option.name.endswith("combine_threshold_bytes")
+    )
     unrolled = small_config(scan_unroll=1)  # of one layer
     for option in (gather, scatter):
         assert option.applies(unrolled, SIZES)
@@ -218,11 +232,15 @@ def test_collectives_of_a_layer_are_combined_where_it_was_measured():
 
 @pytest.mark.parametrize("reduce_dtype", Dtype)
 def test_one_layers_weights_or_gradients_are_combined_and_not_twos(reduce_dtype):
-    gather, scatter = (option for option in OPTIONS if option.name.endswith("combine_threshold_bytes"))
+    gather, scatter = (
+        option for option in OPTIONS if option.name.endswith("combine_threshold_bytes")
+    )
     config = small_config(mesh=MeshConfig(reduce_dtype=reduce_dtype))
     # Smaller layers keep XLA's default.
     assert gather.value_for(config, SIZES) == scatter.value_for(config, SIZES) == 30 * 2**20
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, model_dim=8192, mlp_dim=28_672))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, model_dim=8192, mlp_dim=28_672)
+    )
     weights = 2 * config.model.num_layer_params()
     gradients = weights // 8 * (1 if reduce_dtype == Dtype.BFLOAT16 else 2)
     assert weights < gather.value_for(config, SIZES) < 2 * weights
@@ -240,16 +258,28 @@ def test_kernels_chosen_on_a_card_are_loaded_there(monkeypatch, tmp_path):
             SimpleNamespace(xla_options=texts), SIZES, platform=platform, device_kind=device_kind
         )
 
-    mine = {"xla_gpu_load_autotune_results_from": str(tmp_path / f"h200-jaxlib{version}.autotune.txtpb")}
+    mine = {
+        "xla_gpu_load_autotune_results_from": str(tmp_path / f"h200-jaxlib{version}.autotune.txtpb")
+    }
     assert loaded("NVIDIA H200") == mine
     assert "h100-" in loaded("NVIDIA H100 80GB HBM3")["xla_gpu_load_autotune_results_from"]
     assert "h200-" in loaded("NVIDIA H200-SXM5")["xla_gpu_load_autotune_results_from"]
-    assert loaded("NVIDIA GB200") == loaded("NVIDIA H20") == loaded("NVIDIA H200", platform="cpu") == {}
+    assert (
+        loaded("NVIDIA GB200")
+        == loaded("NVIDIA H20")
+        == loaded("NVIDIA H200", platform="cpu")
+        == {}
+    )
     own = "xla_gpu_load_autotune_results_from"
     assert loaded("NVIDIA H200", f"{own}=my.txtpb") == {own: "my.txtpb"}
-    assert "the same kernels in every run" in xla.describe(mine, SimpleNamespace(xla_options=()), platform="gpu")
+    assert "the same kernels in every run" in xla.describe(
+        mine, SimpleNamespace(xla_options=()), platform="gpu"
+    )
     theirs = SimpleNamespace(xla_options=(f"{own}=my.txtpb",))
-    assert "from config.xla_options" in xla.describe({own: "my.txtpb"}, theirs, platform="gpu").splitlines()[-1]
+    assert (
+        "from config.xla_options"
+        in xla.describe({own: "my.txtpb"}, theirs, platform="gpu").splitlines()[-1]
+    )
 
 
 # Where they go.
@@ -274,9 +304,13 @@ def test_options_of_jit_and_of_compile_come_together():
     def lowered(**options):
         return jax.jit(lambda x: x + 1, compiler_options=options).lower(jnp.zeros(()))
 
-    lowered(xla_backend_optimization_level=0).compile(compiler_options={"xla_llvm_disable_expensive_passes": True})
+    lowered(xla_backend_optimization_level=0).compile(
+        compiler_options={"xla_llvm_disable_expensive_passes": True}
+    )
     for name in ("xla_of_jit", "xla_of_compile"):
-        of_jit, of_compile = ({name: 1} if name == f"xla_of_{owner}" else {} for owner in ("jit", "compile"))
+        of_jit, of_compile = (
+            {name: 1} if name == f"xla_of_{owner}" else {} for owner in ("jit", "compile")
+        )
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"No such compile option: '{name}'"):
             lowered(**of_jit, xla_backend_optimization_level=0).compile(
                 compiler_options={"xla_llvm_disable_expensive_passes": True} | of_compile
@@ -295,7 +329,10 @@ def test_what_must_precede_the_start_is_set_and_the_user_wins(environment):
     assert environment["NCCL_NVLS_ENABLE"] == "0" and "XLA_FLAGS" not in environment
     environment.update(XLA_PYTHON_CLIENT_MEM_FRACTION="0.5", NCCL_NVLS_ENABLE="1")
     xla.set_environment()
-    assert environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5" and environment["NCCL_NVLS_ENABLE"] == "1"
+    assert (
+        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+        and environment["NCCL_NVLS_ENABLE"] == "1"
+    )
 
 
 FLAGS = (
@@ -307,7 +344,9 @@ FLAGS = (
 def test_flags_that_would_abort_are_named_and_taken_out(environment, caplog):
     def start():
         code = "from jaxlib import xla_client as x; x.CompileOptions()"
-        return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True
+        ).returncode
 
     environment["XLA_FLAGS"] = FLAGS
     assert start() != 0  # what this is about
@@ -318,7 +357,12 @@ def test_flags_that_would_abort_are_named_and_taken_out(environment, caplog):
     assert start() == 0
     assert [message.split("; ")[0] for message in caplog.messages] == [
         f"XLA_FLAGS: {JAXLIB} has no --{name}=..."
-        for name in ("xla_gpu_graph_level", "xla_gpu_bogus", "xla_gpu_old", "xla_gpu_enable_async_collectives")
+        for name in (
+            "xla_gpu_graph_level",
+            "xla_gpu_bogus",
+            "xla_gpu_old",
+            "xla_gpu_enable_async_collectives",
+        )
     ]
 
 
@@ -331,7 +375,9 @@ def test_flags_that_are_known_or_in_a_file_stay_as_they_are(environment, caplog)
 
 def test_a_flags_value_that_xla_cannot_read_is_a_mistake(environment):
     environment["XLA_FLAGS"] = "--xla_gpu_enable_triton_gemm=perhaps"
-    with pytest.raises(ValueError, match="XLA_FLAGS: 'perhaps' is not a value of --xla_gpu_enable_triton_gemm"):
+    with pytest.raises(
+        ValueError, match="XLA_FLAGS: 'perhaps' is not a value of --xla_gpu_enable_triton_gemm"
+    ):
         xla.set_environment()
 
 
@@ -341,10 +387,18 @@ def test_a_flags_value_that_xla_cannot_read_is_a_mistake(environment):
 def test_what_differs_from_the_defaults_is_told_with_why_and_gain(monkeypatch, environment):
     derived(monkeypatch)
     environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-    environment.update(NCCL_NVLS_ENABLE="1", XLA_PYTHON_CLIENT_MEM_FRACTION=xla.MEMORY_FRACTION, XLA_FLAGS="--xla_a=1")
+    environment.update(
+        NCCL_NVLS_ENABLE="1",
+        XLA_PYTHON_CLIENT_MEM_FRACTION=xla.MEMORY_FRACTION,
+        XLA_FLAGS="--xla_a=1",
+    )
     lines = told("xla_gpu_autotune_level=2")
-    assert lines[0].startswith("environment: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 (default: 0.75): the share of a GPU's")
-    assert lines[1].startswith("environment: NCCL_NVLS_ENABLE=1, set by the user; without, 0: no NVLink multicast")
+    assert lines[0].startswith(
+        "environment: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 (default: 0.75): the share of a GPU's"
+    )
+    assert lines[1].startswith(
+        "environment: NCCL_NVLS_ENABLE=1, set by the user; without, 0: no NVLink multicast"
+    )
     assert lines[2:] == [
         "environment: XLA_FLAGS=--xla_a=1, set by the user",
         "compiler option: xla_gpu_enable_triton_gemm=False (default: true): a reason; +3% (8B, 4 x H200, jax 0.11.2)",
@@ -352,7 +406,9 @@ def test_what_differs_from_the_defaults_is_told_with_why_and_gain(monkeypatch, e
     ]
     for value in (True, False):  # the second is as jaxscale sets it
         (line,) = told(f"xla_gpu_enable_triton_gemm={value}")[3:]
-        assert line == f"compiler option: xla_gpu_enable_triton_gemm={value}, from config.xla_options"
+        assert (
+            line == f"compiler option: xla_gpu_enable_triton_gemm={value}, from config.xla_options"
+        )
 
 
 def test_a_translated_option_is_told_with_its_reason(monkeypatch):
@@ -385,15 +441,25 @@ def updates(monkeypatch, environment, tmp_path):
     return updates
 
 
-def test_the_cache_is_on_for_every_program_in_a_folder_of_this_version(updates, environment, tmp_path):
+def test_the_cache_is_on_for_every_program_in_a_folder_of_this_version(
+    updates, environment, tmp_path
+):
     xla.enable_compilation_cache()
     folder = tmp_path / "jaxscale" / "jax" / jax.__version__
-    assert updates == {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    assert updates == {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
     assert [path.name for path in folder.iterdir()] == ["xla_gpu_per_fusion_autotune_cache_dir"]
     updates.clear()
-    environment.update(JAX_COMPILATION_CACHE_DIR="gs://bucket/cache", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="3")
+    environment.update(
+        JAX_COMPILATION_CACHE_DIR="gs://bucket/cache",
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="3",
+    )
     xla.enable_compilation_cache()
-    assert updates == {"jax_compilation_cache_dir": "gs://bucket/cache"} and not Path("gs:").exists()
+    assert (
+        updates == {"jax_compilation_cache_dir": "gs://bucket/cache"} and not Path("gs:").exists()
+    )
 
 
 def test_no_cache_on_a_cpu(updates, monkeypatch):
@@ -402,17 +468,25 @@ def test_no_cache_on_a_cpu(updates, monkeypatch):
     assert not updates
 
 
-def test_a_folder_that_cannot_be_made_is_told_and_the_run_goes_on(updates, environment, tmp_path, caplog):
+def test_a_folder_that_cannot_be_made_is_told_and_the_run_goes_on(
+    updates, environment, tmp_path, caplog
+):
     (tmp_path / "file").touch()
     environment["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "file" / "cache")
     xla.enable_compilation_cache()
-    assert not updates and "file/cache cannot be made (Not a directory): every start compiles anew" in caplog.text
+    assert (
+        not updates
+        and "file/cache cannot be made (Not a directory): every start compiles anew" in caplog.text
+    )
 
 
 def test_jax_has_xla_keep_its_timings_in_the_folder_that_was_made(updates, tmp_path, monkeypatch):
     xla.enable_compilation_cache()
     monkeypatch.undo()
-    saved = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", "jax_enable_compilation_cache")}
+    saved = {
+        name: getattr(jax.config, name)
+        for name in ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+    }
     try:
         jax.config.update("jax_compilation_cache_dir", updates["jax_compilation_cache_dir"])
         jax.config.update("jax_enable_compilation_cache", True)
@@ -420,5 +494,7 @@ def test_jax_has_xla_keep_its_timings_in_the_folder_that_was_made(updates, tmp_p
     finally:
         for name, value in saved.items():
             jax.config.update(name, value)
-    folder = Path(options.executable_build_options.debug_options.xla_gpu_per_fusion_autotune_cache_dir)
+    folder = Path(
+        options.executable_build_options.debug_options.xla_gpu_per_fusion_autotune_cache_dir
+    )
     assert folder.is_dir() and folder.is_relative_to(tmp_path)

@@ -148,7 +148,13 @@ def _build(prefix, path, tokenizer, format, text_field):
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = time.monotonic() - start
-    log.info("%s: %d documents, %d tokens, converted in %.1f s", path, len(store), store.num_tokens, seconds)
+    log.info(
+        "%s: %d documents, %d tokens, converted in %.1f s",
+        path,
+        len(store),
+        store.num_tokens,
+        seconds,
+    )
 
 
 @contextlib.contextmanager

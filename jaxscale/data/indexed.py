@@ -138,7 +138,9 @@ class IndexedWriter:
         """Writes the index and gives both files their names."""
         if not self._lengths:
             self.abort()
-            raise ValueError(f"no documents were added to {self.prefix}; an empty store trains nothing")
+            raise ValueError(
+                f"no documents were added to {self.prefix}; an empty store trains nothing"
+            )
         _sync_and_close(self._bin)
         with open(self._temporary[".idx"], "wb") as idx:
             self._write_index(idx)
@@ -181,7 +183,9 @@ def strip_suffix(path):
 def is_store(path):
     """Whether `path` names a store, or half of one (opening it then says which half is missing)."""
     prefix = strip_suffix(path)
-    return os.fspath(path).endswith((".bin", ".idx")) or any(os.path.isfile(prefix + end) for end in (".bin", ".idx"))
+    return os.fspath(path).endswith((".bin", ".idx")) or any(
+        os.path.isfile(prefix + end) for end in (".bin", ".idx")
+    )
 
 
 def _check_present(bin_path, idx_path):
@@ -202,7 +206,9 @@ def _read_index(path):
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
         if len(header) < HEADER.size:
-            raise ValueError(f"{path} is truncated: {size} bytes, the header alone has {HEADER.size}")
+            raise ValueError(
+                f"{path} is truncated: {size} bytes, the header alone has {HEADER.size}"
+            )
         magic, version, code, num_sequences, num_bounds = HEADER.unpack(header)
         _check_header(path, magic, version, code)
         need = HEADER.size + 12 * num_sequences + 8 * num_bounds
@@ -212,7 +218,9 @@ def _read_index(path):
                 f"and {num_bounds - 1} documents, {need} bytes; copy or write it again"
             )
         if num_sequences == 0 or num_bounds < 2:
-            raise ValueError(f"{path} lists {num_sequences} sequences and no documents: the store is empty")
+            raise ValueError(
+                f"{path} lists {num_sequences} sequences and no documents: the store is empty"
+            )
         lengths = np.fromfile(file, "<i4", num_sequences)
         pointers = np.fromfile(file, "<i8", num_sequences)
         documents = np.fromfile(file, "<i8", num_bounds)
@@ -235,7 +243,9 @@ def _check_header(path, magic, version, code):
 def _check_pointers(path, lengths, pointers, itemsize):
     """Packing reads across documents, so each sequence must begin where the one before it ended."""
     if lengths.min() < 0:
-        raise ValueError(f"{path}: sequence {np.argmin(lengths)} has length {lengths.min()}: the index is damaged")
+        raise ValueError(
+            f"{path}: sequence {np.argmin(lengths)} has length {lengths.min()}: the index is damaged"
+        )
     expected = (np.cumsum(lengths, dtype=np.int64) - lengths) * itemsize
     wrong = np.flatnonzero(pointers != expected)
     if wrong.size:
@@ -262,7 +272,11 @@ def _check_documents(path, documents, num_sequences):
 def _check_sizes(bin_path, idx_path, num_tokens, dtype):
     have, need = os.path.getsize(bin_path), num_tokens * dtype.itemsize
     if have != need:
-        cause = "the .bin is truncated: copy it again" if have < need else "they belong to different stores"
+        cause = (
+            "the .bin is truncated: copy it again"
+            if have < need
+            else "they belong to different stores"
+        )
         raise ValueError(
             f"{bin_path} has {have} bytes, but {idx_path} lists {num_tokens} tokens of {dtype.name}, "
             f"{need} bytes: {cause}"
@@ -273,7 +287,12 @@ def _without_empty(offsets, path):
     keep = np.diff(offsets, prepend=-1) > 0
     num_empty = len(offsets) - int(keep.sum())
     if num_empty:
-        log.warning("%s: left out %d of %d documents, they hold no tokens", path, num_empty, len(offsets) - 1)
+        log.warning(
+            "%s: left out %d of %d documents, they hold no tokens",
+            path,
+            num_empty,
+            len(offsets) - 1,
+        )
     return offsets[keep]
 
 

@@ -135,7 +135,12 @@ class _BatchSource:
     """Grain's random access source protocol: item i is (start + i, that Batch)."""
 
     def __init__(self, rows, batch_size, start, local_rows):
-        self._rows, self._batch_size, self._start, self._local_rows = rows, batch_size, start, local_rows
+        self._rows, self._batch_size, self._start, self._local_rows = (
+            rows,
+            batch_size,
+            start,
+            local_rows,
+        )
 
     def __len__(self):
         # Without end, as far as int64 sample numbers go.
@@ -197,7 +202,9 @@ def _count_ids(rows, num_blocks):
     blocks = _blocks(rows.stream, num_blocks)
     num_counted = sum(map(len, blocks))
     if num_counted < rows.num_tokens:
-        log.info("unigram entropy: counted %d of %d %s tokens", num_counted, rows.num_tokens, rows.split)
+        log.info(
+            "unigram entropy: counted %d of %d %s tokens", num_counted, rows.num_tokens, rows.split
+        )
     counts = np.zeros(rows.vocab_size, np.int64)
     for block in blocks:
         found = np.bincount(block)

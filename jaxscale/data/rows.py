@@ -51,16 +51,24 @@ class TokenRows:
         shuffle=True,
         max_documents_per_row=32,
     ):
-        _check_arguments(dataset, seq_len, seed, vocab_size, split, eval_fraction, max_documents_per_row)
+        _check_arguments(
+            dataset, seq_len, seed, vocab_size, split, eval_fraction, max_documents_per_row
+        )
         self.dataset, self.split, self.seed, self.shuffle = dataset, split, seed, shuffle
-        self.seq_len, self.vocab_size, self.max_documents_per_row = seq_len, vocab_size, max_documents_per_row
+        self.seq_len, self.vocab_size, self.max_documents_per_row = (
+            seq_len,
+            vocab_size,
+            max_documents_per_row,
+        )
         self.first_document, last = _split_bounds(dataset, split, eval_fraction)
         self._offsets = dataset.document_offsets[self.first_document : last + 1]
         self._begin, self._end = int(self._offsets[0]), int(self._offsets[-1])
         self.num_tokens = self._end - self._begin
         self.num_rows = self.num_tokens // seq_len
         if self.num_rows == 0:
-            raise ValueError(_too_short(dataset, split, self.num_documents, self.num_tokens, seq_len))
+            raise ValueError(
+                _too_short(dataset, split, self.num_documents, self.num_tokens, seq_len)
+            )
         self.dropped_tokens = 0
         self._lock = threading.Lock()
         self._check_sample()
@@ -78,7 +86,9 @@ class TokenRows:
     def most_documents(self):
         """The most documents that any row of any epoch can hold: no row needs a larger max_documents_per_row."""
         beyond_end = np.searchsorted(self._offsets, self._begin + self.seq_len) + 1
-        offsets = np.concatenate([self._offsets, self._offsets[1:beyond_end] + self.num_tokens])  # the circle closes
+        offsets = np.concatenate(
+            [self._offsets, self._offsets[1:beyond_end] + self.num_tokens]
+        )  # the circle closes
         # The fullest row that begins in a document begins with its last token.
         row_ends = self._offsets[1:] - 1 + self.seq_len
         return int((np.searchsorted(offsets, row_ends) - np.arange(self.num_documents)).max())
@@ -128,7 +138,9 @@ class TokenRows:
         stream, seq_len = self.dataset.tokens, self.seq_len
         tokens = np.empty((len(begins), seq_len), np.int32)
         targets = np.empty_like(tokens)
-        for row, ((begin, _), (end, wrapped_end)) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+        for row, ((begin, _), (end, wrapped_end)) in enumerate(
+            zip(begins.tolist(), ends.tolist(), strict=True)
+        ):
             window = stream[begin : end + 1]  # with the last target, unless the store ends here
             if end - begin < seq_len:
                 window = np.concatenate([stream[begin:end], stream[self._begin : wrapped_end + 1]])
@@ -179,7 +191,10 @@ class TokenRows:
     def _check_sample(self):
         last = self._end - self.seq_len
         for begin in np.linspace(self._begin, last, NUM_CHECKED_ROWS).astype(np.int64).tolist():
-            if _max_as_unsigned(self.dataset.tokens[begin : begin + self.seq_len]) >= self.vocab_size:
+            if (
+                _max_as_unsigned(self.dataset.tokens[begin : begin + self.seq_len])
+                >= self.vocab_size
+            ):
                 self._refuse_ids(begin, begin + self.seq_len, self._begin)
 
     def _refuse_ids(self, begin, end, wrapped_end):
@@ -253,13 +268,19 @@ def _too_short(dataset, split, num_documents, num_tokens, seq_len):
     )
 
 
-def _check_arguments(dataset, seq_len, seed, vocab_size, split, eval_fraction, max_documents_per_row):
+def _check_arguments(
+    dataset, seq_len, seed, vocab_size, split, eval_fraction, max_documents_per_row
+):
     if split not in ("train", "eval"):
         raise ValueError(f"split={split!r} is neither 'train' nor 'eval'")
     if not 0 <= eval_fraction < 1:
-        raise ValueError(f"config.data.eval_fraction={eval_fraction} must be at least 0 and below 1")
+        raise ValueError(
+            f"config.data.eval_fraction={eval_fraction} must be at least 0 and below 1"
+        )
     if split == "eval" and eval_fraction == 0:
-        raise ValueError("config.data.eval_fraction=0 holds nothing out; raise it to have an eval split")
+        raise ValueError(
+            "config.data.eval_fraction=0 holds nothing out; raise it to have an eval split"
+        )
     for name, value, least in (
         ("seq_len", seq_len, 1),
         ("vocab_size", vocab_size, 1),

@@ -11,7 +11,13 @@ from pathlib import Path
 from jaxscale.data import indexed
 
 STDLIB = "python-stdlib"
-SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".bin": "indexed", ".idx": "indexed"}
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".bin": "indexed",
+    ".idx": "indexed",
+}
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +41,9 @@ def find_files(path, format="auto"):
     if format != "text" and len(files) > 1:  # a folder of data usually has a README beside it
         files = [file for file in files if formats[file[0]] == format]
     if not files:
-        raise ValueError(f"config.data.path={path!r} holds no {format} file; set config.data.format to what it holds")
+        raise ValueError(
+            f"config.data.path={path!r} holds no {format} file; set config.data.format to what it holds"
+        )
     return str(format), files
 
 
@@ -67,11 +75,17 @@ def _list_files(path):
     if os.path.isdir(found):
         root = Path(found)
         files = [(str(file.relative_to(root)), file) for file in root.rglob("*") if file.is_file()]
-        files = [(name, file) for name, file in files if not any(part[0] == "." for part in Path(name).parts)]
+        files = [
+            (name, file)
+            for name, file in files
+            if not any(part[0] == "." for part in Path(name).parts)
+        ]
     elif os.path.isfile(found):
         files = [(os.path.basename(found), Path(found))]
     else:
-        files = [(name, Path(name)) for name in glob.glob(found, recursive=True) if os.path.isfile(name)]
+        files = [
+            (name, Path(name)) for name in glob.glob(found, recursive=True) if os.path.isfile(name)
+        ]
     if not files:
         raise ValueError(
             f"config.data.path={path!r} finds no file; give 'python-stdlib', the prefix of a .bin/.idx store, or a "
@@ -129,18 +143,28 @@ def _read_jsonl(file, field):
                 raise ValueError(f"{file} line {number} is not JSON: {error}") from error
             text = _text_of(record, field, f"{file} line {number}")
             # Half of a surrogate pair is valid JSON (truncated emoji) but no text: UTF-8 cannot hold it.
-            yield text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if rb"\ud" in line else text
+            yield (
+                text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                if rb"\ud" in line
+                else text
+            )
 
 
 def _text_of(record, field, where):
     if not isinstance(record, dict):
-        raise ValueError(f"{where} holds a {type(record).__name__}; each line must be an object with {field!r}")
+        raise ValueError(
+            f"{where} holds a {type(record).__name__}; each line must be an object with {field!r}"
+        )
     if field not in record:
-        raise ValueError(f"{where} has no field {field!r}, only {sorted(record)}; set config.data.text_field")
+        raise ValueError(
+            f"{where} has no field {field!r}, only {sorted(record)}; set config.data.text_field"
+        )
     text = record[field]
     if not isinstance(text, str | None):
         kind = type(text).__name__
-        raise ValueError(f"{where}: field {field!r} holds a {kind}, not text; set config.data.text_field")
+        raise ValueError(
+            f"{where}: field {field!r} holds a {kind}, not text; set config.data.text_field"
+        )
     return text or ""
 
 
@@ -149,7 +173,9 @@ def _read_parquet(file, field):
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f"{file} needs the package `pyarrow`: pip install 'jaxscale[data]'") from error
+        raise ValueError(
+            f"{file} needs the package `pyarrow`: pip install 'jaxscale[data]'"
+        ) from error
     try:
         source = pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
@@ -157,10 +183,14 @@ def _read_parquet(file, field):
     with source:
         names = source.schema_arrow.names
         if field not in names:
-            raise ValueError(f"{file} has no field {field!r}, only {names}; set config.data.text_field")
+            raise ValueError(
+                f"{file} has no field {field!r}, only {names}; set config.data.text_field"
+            )
         kind = source.schema_arrow.field(field).type
         if kind not in (pyarrow.string(), pyarrow.large_string()):
-            raise ValueError(f"{file}: field {field!r} holds {kind}, not text; set config.data.text_field")
+            raise ValueError(
+                f"{file}: field {field!r} holds {kind}, not text; set config.data.text_field"
+            )
         for records in source.iter_batches(batch_size=1024, columns=[field]):
             for text in records.column(0).to_pylist():
                 yield text or ""

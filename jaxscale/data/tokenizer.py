@@ -107,7 +107,9 @@ def _load(path, content):
     try:
         return tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # tokenizers raises bare Exception
-        raise ValueError(f"config.data.tokenizer={str(path)!r} is not a tokenizer.json: {error}") from error
+        raise ValueError(
+            f"config.data.tokenizer={str(path)!r} is not a tokenizer.json: {error}"
+        ) from error
 
 
 def _end_of_document(path, vocabulary):

@@ -53,7 +53,14 @@ class Config:
         return shd.padded(self.vocab_size)
 
     def validate(self) -> None:
-        for key in ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim"):
+        for key in (
+            "vocab_size",
+            "model_dim",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "mlp_dim",
+        ):
             if getattr(self, key) < 1:
                 raise ValueError(f"config.model.{key}={getattr(self, key)}: set it to 1 or more")
         if self.num_heads % self.num_kv_heads:
@@ -61,9 +68,13 @@ class Config:
         if self.head_size is None and self.model_dim % self.num_heads:
             raise ValueError(f"config.model.model_dim={self.model_dim} must be a multiple of config.model.num_heads={self.num_heads}, or set config.model.head_size")  # fmt: skip
         if self.head_dim() % 2:
-            raise ValueError(f"config.model.head_size={self.head_dim()} must be even: RoPE rotates pairs")
+            raise ValueError(
+                f"config.model.head_size={self.head_dim()} must be even: RoPE rotates pairs"
+            )
         if self.window is not None and self.window < 1:
-            raise ValueError(f"config.model.window={self.window}: set it to 1 or more, or to None for no window")
+            raise ValueError(
+                f"config.model.window={self.window}: set it to 1 or more, or to None for no window"
+            )
         if self.rope_scaling is not None:
             self.rope_scaling.validate()
 
@@ -97,15 +108,21 @@ class Config:
 
     def num_layer_params(self) -> int:
         heads, head = self.num_heads + 2 * self.num_kv_heads, self.head_dim()
-        matrices = self.model_dim * (heads + self.num_heads) * head + 3 * self.model_dim * self.mlp_dim
-        return matrices + 2 * self.model_dim + heads * head * self.qkv_bias + 2 * head * self.qk_norm
+        matrices = (
+            self.model_dim * (heads + self.num_heads) * head + 3 * self.model_dim * self.mlp_dim
+        )
+        return (
+            matrices + 2 * self.model_dim + heads * head * self.qkv_bias + 2 * head * self.qk_norm
+        )
 
     def flops_per_token(self, seq_len: int, *, causal: bool) -> float:
         """Of training: 6 a weight that multiplies, 12 N H a layer and key seen; `causal` counts half of the keys.
 
         Recomputation, document boundaries and the window are not counted (torchtitan and Megatron count alike).
         """
-        weights = self.num_params() - (0 if self.tie_embeddings else self.vocab_size * self.model_dim)
+        weights = self.num_params() - (
+            0 if self.tie_embeddings else self.vocab_size * self.model_dim
+        )
         keys = seq_len / 2 if causal else seq_len
         return 6.0 * weights + 12.0 * self.num_layers * self.num_heads * self.head_dim() * keys
 
@@ -164,15 +181,22 @@ class Block(nnx.Module):
         self.attention_norm = shd.param(rngs, (c.model_dim,), "norm", fill=1.0)
         # One weight: G query heads, then the key and the value of each group. A tensor axis splits the groups.
         self.qkv = shd.param(
-            rngs, (c.model_dim, kv_heads, group + 2, head), "embed kv_heads _ head", scale=c.init_scale
+            rngs,
+            (c.model_dim, kv_heads, group + 2, head),
+            "embed kv_heads _ head",
+            scale=c.init_scale,
         )
-        self.out = shd.param(rngs, (c.model_dim, c.num_heads, head), "embed heads head", scale=out_scale)
+        self.out = shd.param(
+            rngs, (c.model_dim, c.num_heads, head), "embed heads head", scale=out_scale
+        )
         self.mlp_norm = shd.param(rngs, (c.model_dim,), "norm", fill=1.0)
         self.gate = shd.param(rngs, (c.model_dim, c.mlp_dim), "embed mlp", scale=c.init_scale)
         self.up = shd.param(rngs, (c.model_dim, c.mlp_dim), "embed mlp", scale=c.init_scale)
         self.down = shd.param(rngs, (c.model_dim, c.mlp_dim), "embed mlp", scale=out_scale)
         if c.qkv_bias:
-            self.qkv_bias = shd.param(rngs, (kv_heads, group + 2, head), "kv_heads _ head", fill=0.0)
+            self.qkv_bias = shd.param(
+                rngs, (kv_heads, group + 2, head), "kv_heads _ head", fill=0.0
+            )
         if c.qk_norm:
             self.q_norm = shd.param(rngs, (head,), "head", fill=1.0)
             self.k_norm = shd.param(rngs, (head,), "head", fill=1.0)
@@ -185,9 +209,21 @@ class Block(nnx.Module):
             k_BSKH = rms_norm(k_BSKH, self.k_norm[...], eps=self.c.norm_eps)
         q_BSNH, k_BSKH = rope.rotate(q_BSNH, *cos_sin), rope.rotate(k_BSKH, *cos_sin)
         q_BSNH, k_BSKH, v_BSKH = (checkpoint_name(x, "qkv") for x in (q_BSNH, k_BSKH, v_BSKH))
-        out_BSNH = attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, window=self.c.window, execution=execution)
+        out_BSNH = attention(
+            q_BSNH,
+            k_BSKH,
+            v_BSKH,
+            segments_BS,
+            lengths_BM,
+            window=self.c.window,
+            execution=execution,
+        )
         return shd.einsum(
-            "BSNH,DNH->BSD", out_BSNH, self.out[...], out="batch residual_seq act_embed", dtype=x_BSD.dtype
+            "BSNH,DNH->BSD",
+            out_BSNH,
+            self.out[...],
+            out="batch residual_seq act_embed",
+            dtype=x_BSD.dtype,
         )
 
     def _project(self, x_BSD):
@@ -196,7 +232,9 @@ class Block(nnx.Module):
         q_shape = (*x_BSD.shape[:2], self.c.num_heads, self.c.head_dim())
         weight, bias = self.qkv[...], self.qkv_bias[...] if self.c.qkv_bias else None
         if shd.mesh_axes("kv_heads") == shd.mesh_axes("heads"):
-            qkv_BSKMH = shd.einsum("BSD,DKMH->BSKMH", x_BSD, weight, out="batch seq kv_heads _ head", dtype=x_BSD.dtype)
+            qkv_BSKMH = shd.einsum(
+                "BSD,DKMH->BSKMH", x_BSD, weight, out="batch seq kv_heads _ head", dtype=x_BSD.dtype
+            )
             qkv_BSKMH = qkv_BSKMH if bias is None else _plus(qkv_BSKMH, bias)
             q_BSKGH, k_BSK1H, v_BSK1H = jax.lax.split(qkv_BSKMH, (group, 1, 1), axis=3)
             q_BSNH = shd.reshape(q_BSKGH, q_shape, out="batch seq heads head")
@@ -204,11 +242,21 @@ class Block(nnx.Module):
             # More devices than key heads: the queries are split, keys and values computed on every device.
             q_DNH = weight[:, :, :group].reshape(-1, *q_shape[2:])
             q_DNH = shd.constrain(q_DNH, "_ heads head")
-            q_BSNH = shd.einsum("BSD,DNH->BSNH", x_BSD, q_DNH, out="batch seq heads head", dtype=x_BSD.dtype)
+            q_BSNH = shd.einsum(
+                "BSD,DNH->BSNH", x_BSD, q_DNH, out="batch seq heads head", dtype=x_BSD.dtype
+            )
             kv_DKMH = weight[:, :, group:]
-            kv_BSKMH = shd.einsum("BSD,DKMH->BSKMH", x_BSD, kv_DKMH, out="batch seq kv_heads _ head", dtype=x_BSD.dtype)
+            kv_BSKMH = shd.einsum(
+                "BSD,DKMH->BSKMH",
+                x_BSD,
+                kv_DKMH,
+                out="batch seq kv_heads _ head",
+                dtype=x_BSD.dtype,
+            )
             if bias is not None:
-                q_BSNH = _plus(q_BSNH, shd.constrain(bias[:, :group].reshape(q_shape[2:]), "heads head"))
+                q_BSNH = _plus(
+                    q_BSNH, shd.constrain(bias[:, :group].reshape(q_shape[2:]), "heads head")
+                )
                 kv_BSKMH = _plus(kv_BSKMH, bias[:, group:])
             k_BSK1H, v_BSK1H = jax.lax.split(kv_BSKMH, (1, 1), axis=3)
         return q_BSNH, k_BSK1H[:, :, :, 0], v_BSK1H[:, :, :, 0]
@@ -218,12 +266,21 @@ class Block(nnx.Module):
         x_BSD = shd.constrain(x_BSD, "batch seq act_embed")
         gate_BSF, up_BSF = (
             checkpoint_name(
-                shd.einsum("BSD,DF->BSF", x_BSD, weight[...], out="batch seq mlp", dtype=x_BSD.dtype), "gate_up"
+                shd.einsum(
+                    "BSD,DF->BSF", x_BSD, weight[...], out="batch seq mlp", dtype=x_BSD.dtype
+                ),
+                "gate_up",
             )
             for weight in (self.gate, self.up)
         )
         h_BSF = swiglu(gate_BSF, up_BSF)
-        return shd.einsum("BSF,DF->BSD", h_BSF, self.down[...], out="batch residual_seq act_embed", dtype=x_BSD.dtype)
+        return shd.einsum(
+            "BSF,DF->BSD",
+            h_BSF,
+            self.down[...],
+            out="batch residual_seq act_embed",
+            dtype=x_BSD.dtype,
+        )
 
 
 def _plus(x, bias):

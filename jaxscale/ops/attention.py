@@ -20,11 +20,17 @@ log = logging.getLogger(__name__)
 MAX_XLA_SEQ_LEN_ON_GPU = 2048
 
 
-def choose(kind: Attention, q_BSNH, k_BSKH, *, platform: str, compute_capability: str = "9.0") -> Attention:
+def choose(
+    kind: Attention, q_BSNH, k_BSKH, *, platform: str, compute_capability: str = "9.0"
+) -> Attention:
     """The kernel that will run. Raises ValueError rather than fall back to quadratic memory on a GPU."""
-    reason = cudnn_attention.supported(q_BSNH, k_BSKH, platform=platform, compute_capability=compute_capability)
+    reason = cudnn_attention.supported(
+        q_BSNH, k_BSKH, platform=platform, compute_capability=compute_capability
+    )
     if kind == Attention.CUDNN and reason:
-        raise ValueError(f"config.attention='cudnn' cannot run: {reason}; set config.attention='auto'")
+        raise ValueError(
+            f"config.attention='cudnn' cannot run: {reason}; set config.attention='auto'"
+        )
     if kind != Attention.AUTO:
         return kind
     if reason is None:
@@ -44,7 +50,9 @@ def _say_once(message: str) -> None:
     log.warning("%s", message)
 
 
-def attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, *, window: int | None, execution: Execution):
+def attention(
+    q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, *, window: int | None, execution: Execution
+):
     """Causal attention that stays inside each document. Returns [B, S, N, H]; padding comes out as zeros.
 
     segments_BS: int32, 0 is padding; lengths_BM: the same as tokens a document (`document_lengths`). Heads may be split
@@ -59,13 +67,18 @@ def attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, *, window: int | 
     def local(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM):
         if kv_is_whole:
             first_head = jax.lax.axis_index(shd.mesh_axes("heads")) * q_BSNH.shape[2]
-            k_BSKH, v_BSKH = (jax.lax.dynamic_slice_in_dim(x, first_head // group, 1, axis=2) for x in (k_BSKH, v_BSKH))
+            k_BSKH, v_BSKH = (
+                jax.lax.dynamic_slice_in_dim(x, first_head // group, 1, axis=2)
+                for x in (k_BSKH, v_BSKH)
+            )
         if kind == Attention.CUDNN:
             return cudnn_attention.attention(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window)
         return xla_attention.attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, scale, window)
 
     q_axes, kv_axes = "batch seq heads head", "batch seq kv_heads head"
-    mapped = shd.shard_map(local, in_axes=(q_axes, kv_axes, kv_axes, "batch seq", "batch _"), out_axes=q_axes)
+    mapped = shd.shard_map(
+        local, in_axes=(q_axes, kv_axes, kv_axes, "batch seq", "batch _"), out_axes=q_axes
+    )
     with jax.named_scope("attention"):
         return mapped(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM)
 

@@ -25,7 +25,9 @@ def embed(tokens_BS, table_VD, *, dtype):
         if embed_axes:
             x_BSD = _exchange(x_BSD, embed_axes)
         # Each value comes from the one device that has it: adding the others' zeros rounds nothing.
-        if splits_sequence:  # the transpose is an all-gather; that of psum would be a second sum, rounded to `dtype`
+        if (
+            splits_sequence
+        ):  # the transpose is an all-gather; that of psum would be a second sum, rounded to `dtype`
             return jax.lax.psum_scatter(x_BSD, vocab_axes, scatter_dimension=1, tiled=True)
         return jax.lax.psum(x_BSD, vocab_axes) if vocab_axes else x_BSD
 
@@ -50,5 +52,7 @@ def _exchange(x_BSD, axes):
     """
     num_devices = jax.lax.axis_size(axes)
     rows, seq, part = x_BSD.shape
-    x_PBSD = jax.lax.all_to_all(x_BSD.reshape(num_devices, rows // num_devices, seq, part), axes, 0, 0)
+    x_PBSD = jax.lax.all_to_all(
+        x_BSD.reshape(num_devices, rows // num_devices, seq, part), axes, 0, 0
+    )
     return x_PBSD.transpose(1, 2, 0, 3).reshape(rows // num_devices, seq, num_devices * part)

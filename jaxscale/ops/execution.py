@@ -71,7 +71,11 @@ def checkpoint(function, execution: Execution):
 
 
 def _unrolls_for_memory(execution: Execution) -> bool:
-    return execution.is_unrolled and execution.remat in (Remat.FULL, Remat.ATTENTION, Remat.ATTENTION_MLP)
+    return execution.is_unrolled and execution.remat in (
+        Remat.FULL,
+        Remat.ATTENTION,
+        Remat.ATTENTION_MLP,
+    )
 
 
 # Layers that the backward pass may be ahead of its weight gradients. With 1, half of the reduce-scatters have nothing to
@@ -109,7 +113,10 @@ def _tie(x, weights):
     return x, weights
 
 
-_tie.defvjp(lambda x, weights: ((x, weights), None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
+_tie.defvjp(
+    lambda x, weights: ((x, weights), None),
+    lambda _, gradients: jax.lax.optimization_barrier(gradients),
+)
 
 
 @jax.custom_vjp

@@ -28,7 +28,9 @@ def cross_entropy(x_BSD, head_DV, targets_BS, vocab_size: int, z_loss: float, dt
 
 
 def _cross_entropy_fwd(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype):
-    loss, dx_BSD, dhead_DV = _run(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype, with_gradients=True)
+    loss, dx_BSD, dhead_DV = _run(
+        x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype, with_gradients=True
+    )
     return loss, (dx_BSD, dhead_DV)
 
 
@@ -41,7 +43,9 @@ cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 def _run(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype, *, with_gradients):
-    embed_axes, vocab_axes, batch_axes = (shd.mesh_axes(axis) for axis in ("embed", "vocab", "batch"))
+    embed_axes, vocab_axes, batch_axes = (
+        shd.mesh_axes(axis) for axis in ("embed", "vocab", "batch")
+    )
 
     def local(x_BSD, head_DV, targets_BS):
         head_DV = head_DV.astype(dtype)
@@ -57,11 +61,15 @@ def _run(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype, *, with_gradient
         def step(carry, chunk):
             loss, dhead_DV = carry
             x_TD, targets_T = chunk
-            chunk_loss, dlogits_TV = _chunk(x_TD, head_DV, targets_T, vocab_size, z_loss, vocab_axes)
+            chunk_loss, dlogits_TV = _chunk(
+                x_TD, head_DV, targets_T, vocab_size, z_loss, vocab_axes
+            )
             if not with_gradients:
                 return (loss + chunk_loss, dhead_DV), None
             dx_TD = jnp.einsum("TV,DV->TD", dlogits_TV, head_DV)
-            dhead_DV += jnp.einsum("TD,TV->DV", x_TD, dlogits_TV, preferred_element_type=jnp.float32)
+            dhead_DV += jnp.einsum(
+                "TD,TV->DV", x_TD, dlogits_TV, preferred_element_type=jnp.float32
+            )
             return (loss + chunk_loss, dhead_DV), dx_TD
 
         dhead_DV = jnp.zeros(head_DV.shape if with_gradients else (), jnp.float32)
@@ -104,7 +112,9 @@ def _chunk(x_TD, head_DV, targets_T, vocab_size, z_loss, vocab_axes):
     counts_T = (targets_T >= 0).astype(jnp.float32)
     loss = jnp.sum(counts_T * (lse_T - target_logit_T + z_loss * lse_T**2))
     slope_T = counts_T * (1 + 2 * z_loss * lse_T) / sum_T
-    dlogits_TV = exp_TV * slope_T[:, None] - jnp.where(word_V == targets_T[:, None], counts_T[:, None], 0.0)
+    dlogits_TV = exp_TV * slope_T[:, None] - jnp.where(
+        word_V == targets_T[:, None], counts_T[:, None], 0.0
+    )
     return loss, dlogits_TV.astype(x_TD.dtype)
 
 

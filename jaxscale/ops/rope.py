@@ -23,7 +23,9 @@ class Scaling:
         if not self.factor >= 1:
             raise ValueError(f"config.model.rope_scaling.factor={self.factor}: set it to 1 or more")
         if not self.high > self.low > 0:
-            raise ValueError(f"config.model.rope_scaling.low={self.low} must be above 0 and below high={self.high}")
+            raise ValueError(
+                f"config.model.rope_scaling.low={self.low} must be above 0 and below high={self.high}"
+            )
 
 
 def frequencies(head_size: int, *, theta: float, scaling: Scaling | None) -> np.ndarray:
@@ -31,7 +33,9 @@ def frequencies(head_size: int, *, theta: float, scaling: Scaling | None) -> np.
     frequency = theta ** -(np.arange(0, head_size, 2, dtype=np.float64) / head_size)
     if scaling is not None:
         wavelength = 2 * math.pi / frequency
-        smooth = (scaling.original_seq_len / wavelength - scaling.low) / (scaling.high - scaling.low)
+        smooth = (scaling.original_seq_len / wavelength - scaling.low) / (
+            scaling.high - scaling.low
+        )
         smooth = np.clip(smooth, 0.0, 1.0)
         frequency = frequency * (smooth + (1 - smooth) / scaling.factor)
     return frequency.astype(np.float32)
@@ -39,7 +43,9 @@ def frequencies(head_size: int, *, theta: float, scaling: Scaling | None) -> np.
 
 def angles(positions_BS, head_size: int, *, theta: float, scaling: Scaling | None = None):
     """cos and sin of position times frequency, each float32 [B, S, head_size / 2]."""
-    radians = positions_BS[..., None].astype(jnp.float32) * frequencies(head_size, theta=theta, scaling=scaling)
+    radians = positions_BS[..., None].astype(jnp.float32) * frequencies(
+        head_size, theta=theta, scaling=scaling
+    )
     return jnp.cos(radians), jnp.sin(radians)
 
 

@@ -20,7 +20,9 @@ class Config:
     def validate(self) -> None:
         for key in ("b1", "b2"):
             if not 0 <= getattr(self, key) < 1:
-                raise ValueError(f"config.optim.{key}={getattr(self, key)}: set it from 0 up to, but not including, 1")
+                raise ValueError(
+                    f"config.optim.{key}={getattr(self, key)}: set it from 0 up to, but not including, 1"
+                )
         if not self.eps > 0:  # the vocabulary's padding has no gradient: 0 / 0
             raise ValueError(f"config.optim.eps={self.eps}: set it above 0, such as 1e-8")
         for key in ("weight_decay", "clip_norm"):

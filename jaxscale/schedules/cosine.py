@@ -22,8 +22,12 @@ class Config:
     def build(self, num_steps: int) -> optax.Schedule:
         """Raises ValueError if the warm-up leaves no step for the cosine."""
         if self.warmup_steps >= num_steps:
-            raise ValueError(f"config.schedule.warmup_steps={self.warmup_steps} must be under config.steps={num_steps}")
+            raise ValueError(
+                f"config.schedule.warmup_steps={self.warmup_steps} must be under config.steps={num_steps}"
+            )
         # From step + 1: the first update is not lost to a learning rate of 0.
-        warmup = optax.linear_schedule(self.peak / max(self.warmup_steps, 1), self.peak, max(self.warmup_steps - 1, 1))
+        warmup = optax.linear_schedule(
+            self.peak / max(self.warmup_steps, 1), self.peak, max(self.warmup_steps - 1, 1)
+        )
         cosine = optax.cosine_decay_schedule(self.peak, num_steps - self.warmup_steps, self.final)
         return optax.join_schedules([warmup, cosine], [self.warmup_steps])

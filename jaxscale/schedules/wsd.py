@@ -29,7 +29,11 @@ class Config:
                 f"config.schedule.warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} are longer than "
                 f"config.steps={num_steps}; shorten one of them"
             )
-        warmup = optax.linear_schedule(self.peak / max(self.warmup_steps, 1), self.peak, max(self.warmup_steps - 1, 1))
+        warmup = optax.linear_schedule(
+            self.peak / max(self.warmup_steps, 1), self.peak, max(self.warmup_steps - 1, 1)
+        )
         decay = optax.linear_schedule(self.peak, self.peak * self.final, self.decay_steps)
         stable = optax.constant_schedule(self.peak)
-        return optax.join_schedules([warmup, stable, decay], [self.warmup_steps, num_steps - self.decay_steps])
+        return optax.join_schedules(
+            [warmup, stable, decay], [self.warmup_steps, num_steps - self.decay_steps]
+        )

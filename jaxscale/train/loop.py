@@ -18,20 +18,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale import config as run_config
 from jaxscale import sharding as shd
-from jaxscale import xla
-from jaxscale.checkpoint import Checkpointer
+from jaxscale.checkpoint.checkpointer import Checkpointer
+from jaxscale.compile import fit
 from jaxscale.config import Config
 from jaxscale.data.loader import Corpus, open_dataset
 from jaxscale.distributed import is_lead
-from jaxscale.metrics import Meter, open_writers
-from jaxscale.train import fit
-from jaxscale.train import state as train_state
-from jaxscale.train.feed import device_batches
+from jaxscale.metrics.meter import Meter, open_writers
+from jaxscale.step import state as train_state
+from jaxscale.step.feed import device_batches
+from jaxscale.step.state import Plan, TrainState
+from jaxscale.step.update import make_eval_step
 from jaxscale.train.profile import Profile
 from jaxscale.train.sample import sample
-from jaxscale.train.state import Plan, TrainState
-from jaxscale.train.step import make_eval_step
 from jaxscale.train.workdir import check_same_run, check_workdir, only_run, write_config
+from jaxscale.xla import options as xla
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +60,19 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
     run_config.validate(config)
     workdir = Path(workdir)
     check_workdir(workdir, config)
-    corpus = open_dataset(config.data, seed=config.seed, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
-    leads = not jax.distributed.is_initialized() or is_lead()  # asking who leads touches the devices
+    corpus = open_dataset(
+        config.data, seed=config.seed, seq_len=config.seq_len, vocab_size=config.model.vocab_size
+    )
+    leads = (
+        not jax.distributed.is_initialized() or is_lead()
+    )  # asking who leads touches the devices
     checkpointing = config.checkpoint
     with (
         only_run(workdir) if leads else contextlib.nullcontext(),
         Checkpointer(
-            workdir / "checkpoints", keep_last=checkpointing.keep_last, keep_every=checkpointing.keep_every
+            workdir / "checkpoints",
+            keep_last=checkpointing.keep_last,
+            keep_every=checkpointing.keep_every,
         ) as checkpoints,
     ):
         if (latest := checkpoints.latest_step()) is not None:
@@ -82,14 +88,18 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
         xla.enable_compilation_cache()
         plan = train_state.plan_for_data(config, corpus, sizes)
         log.info(describe(plan, corpus))
-        if settings := xla.describe(plan.compiler_options, config, platform=plan.mesh.devices.flat[0].platform):
+        if settings := xla.describe(
+            plan.compiler_options, config, platform=plan.mesh.devices.flat[0].platform
+        ):
             log.info(settings)
         with shd.use(plan.mesh, plan.rules), interrupts() as interrupted:
             # Before there is a state: a step that cannot fit is refused while nothing is allocated or written.
             train_step = fit.compile_to_fit(plan) if (latest or 0) < config.steps else None
             if leads:
                 write_config(workdir, config)
-            return _run(plan, train_step, workdir, corpus, checkpoints, agreed(interrupted, plan), command)
+            return _run(
+                plan, train_step, workdir, corpus, checkpoints, agreed(interrupted, plan), command
+            )
 
 
 def _run(
@@ -107,7 +117,12 @@ def _run(
     evaluate = _evaluator(plan, corpus)
     first_loss = evaluate(state.params)
     entropy = corpus.unigram_entropy()
-    log.info("held-out loss at step %d: %.4f nats/token (unigram entropy %.4f)", first_step, first_loss, entropy)
+    log.info(
+        "held-out loss at step %d: %.4f nats/token (unigram entropy %.4f)",
+        first_step,
+        first_loss,
+        entropy,
+    )
     if first_step >= config.steps:
         log.info("nothing to train: step %d is done, and config.steps=%d", first_step, config.steps)
     elif train_step is None:  # the newest checkpoint is damaged, and an earlier one was taken
@@ -217,14 +232,19 @@ def interrupts() -> Iterator:
         came.append(signum)
         # Not KeyboardInterrupt: it would wait for the save in flight, and for threads. A kill harms no checkpoint.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        log.warning("%s: finishing the step and saving (once more Ctrl-C stops at once)", signal.Signals(signum).name)
+        log.warning(
+            "%s: finishing the step and saving (once more Ctrl-C stops at once)",
+            signal.Signals(signum).name,
+        )
 
     previous = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(came)
     finally:
         for signum, handler in previous.items():
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
+            signal.signal(
+                signum, signal.SIG_DFL if handler is None else handler
+            )  # None: not set by Python
 
 
 def agreed(interrupted: Callable[[], bool], plan: Plan) -> Callable[[], bool]:
@@ -241,7 +261,9 @@ def agreed(interrupted: Callable[[], bool], plan: Plan) -> Callable[[], bool]:
 
     def stop() -> bool:
         mine = np.full(plan.mesh.size, interrupted())
-        votes.append(count(jax.make_array_from_callback(mine.shape, by_device, lambda index: mine[index])))
+        votes.append(
+            count(jax.make_array_from_callback(mine.shape, by_device, lambda index: mine[index]))
+        )
         return len(votes) > 1 and bool(votes.popleft())
 
     return stop
@@ -283,7 +305,14 @@ def _evaluator(plan: Plan, corpus: Corpus):
 def _sample_text(plan: Plan, params, tokenizer) -> str:
     wanted = plan.config.sample
     prompt = np.asarray(tokenizer.encode(wanted.prompt), np.int32)
-    ids = sample(plan, params, prompt, num_tokens=wanted.tokens, temperature=wanted.temperature, seed=plan.config.seed)
+    ids = sample(
+        plan,
+        params,
+        prompt,
+        num_tokens=wanted.tokens,
+        temperature=wanted.temperature,
+        seed=plan.config.seed,
+    )
     return wanted.prompt + tokenizer.decode([int(i) for i in ids if i < tokenizer.vocab_size])
 
 
@@ -295,7 +324,10 @@ def _is_due(step: int, every: int, last: int) -> bool:
 def describe(plan: Plan, corpus: Corpus) -> str:
     """The run in a few lines: model, data, mesh, memory of the state."""
     config, data = plan.config, corpus.description
-    axes = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items() if size > 1) or "one device"
+    axes = (
+        ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items() if size > 1)
+        or "one device"
+    )
     zero = f", ZeRO-{config.mesh.zero}" if plan.mesh.shape["fsdp"] > 1 else ""
     table = shd.explain(plan.abstract.params, mesh=plan.mesh, rules=plan.rules)
     return (
@@ -315,7 +347,9 @@ def _stopped(config: Config, step: int, command: str) -> str:
 
 def _farewell(config: Config, workdir: Path, step: int, command: str) -> str:
     files = ["config.json", "metrics.jsonl"]
-    files += ["checkpoints/"] * config.checkpoint.enabled + ["tensorboard/"] * config.log.tensorboard
+    files += ["checkpoints/"] * config.checkpoint.enabled + [
+        "tensorboard/"
+    ] * config.log.tensorboard
     command = re.sub(r" --config\.steps[= ]\d+", "", command)
     return (
         f"done: step {step}{'' if step > config.steps else f' of {config.steps}'}. In {workdir}: {', '.join(files)}"

@@ -8,19 +8,23 @@ import numpy as np
 from flax import nnx
 
 from jaxscale import sharding as shd
-from jaxscale.train.state import Plan
+from jaxscale.step.state import Plan
 
 # The window's length is rounded up to this: few lengths to compile.
 WINDOW_MULTIPLE = 128
 
 
-def sample(plan: Plan, params, prompt: np.ndarray, *, num_tokens: int, temperature: float, seed: int) -> np.ndarray:
+def sample(
+    plan: Plan, params, prompt: np.ndarray, *, num_tokens: int, temperature: float, seed: int
+) -> np.ndarray:
     """`num_tokens` token ids that follow the prompt (int [any], not empty); temperature 0 takes the likeliest.
 
     Runs the whole window once a token, in one compiled loop. Prompt and tokens fit in config.seq_len: a prompt that leaves
     no room is cut at its start, and fewer tokens are made after a long one.
     """
-    multiple = math.lcm(WINDOW_MULTIPLE, plan.mesh.shape["tensor"])  # sequence parallelism splits the window
+    multiple = math.lcm(
+        WINDOW_MULTIPLE, plan.mesh.shape["tensor"]
+    )  # sequence parallelism splits the window
     window = min(shd.padded(len(prompt) + num_tokens, multiple), plan.config.seq_len)
     prompt = np.asarray(prompt, np.int32)[-(window - 1) :]
     num_tokens = min(num_tokens, window - len(prompt))

@@ -10,15 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxscale import checksums
 from jaxscale import config as run_config
-from jaxscale.checkpoint import different_keys
+from jaxscale.checkpoint import checksums
+from jaxscale.checkpoint.checkpointer import different_keys
 from jaxscale.config import Config
 
 log = logging.getLogger(__name__)
 
 # What makes a run this run: a workdir that has other values belongs to another one.
-IDENTITY = ("model", "seed", "seq_len", "batch_size", "data.tokenizer", "data.eval_fraction", "data.shuffle")
+IDENTITY = (
+    "model",
+    "seed",
+    "seq_len",
+    "batch_size",
+    "data.tokenizer",
+    "data.eval_fraction",
+    "data.shuffle",
+)
 
 
 def check_workdir(workdir: Path, config: Config) -> None:
@@ -40,7 +48,9 @@ def check_workdir(workdir: Path, config: Config) -> None:
         raise ValueError(
             f"{path} is not a JSON object ({error}); move it away if the workdir is to be used again"
         ) from None
-    if any((workdir / "checkpoints").glob("[0-9]*")):  # a run that saved nothing has nothing to lose
+    if any(
+        (workdir / "checkpoints").glob("[0-9]*")
+    ):  # a run that saved nothing has nothing to lose
         check_same_run(workdir, saved, config)
 
 
@@ -70,7 +80,9 @@ def only_run(workdir: Path) -> Iterator[None]:
             f"--workdir={workdir} is in use by another run; wait for its end or choose another folder"
         ) from None
     except OSError as error:  # some network file systems lock no folders
-        log.warning("%s cannot be locked (%s): see to it that no other run uses it", workdir, error.strerror)
+        log.warning(
+            "%s cannot be locked (%s): see to it that no other run uses it", workdir, error.strerror
+        )
     try:
         yield
     finally:

@@ -12,10 +12,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxscale import xla
+from jaxscale.compile import ahead, fit
 from jaxscale.config import Dtype, MeshConfig, Remat
 from jaxscale.ops import loss
-from jaxscale.train import ahead, fit
+from jaxscale.xla import options as xla
 
 pytestmark = [
     pytest.mark.skipif(ahead.missing() is not None, reason=str(ahead.missing())),
@@ -86,7 +86,12 @@ def unrolled_hlo(config_8b) -> str:
     # The tests' own precision would be part of what a product is known by.
     with pytest.MonkeyPatch.context() as patch, jax.default_matmul_precision(None):
         patch.setattr(loss, "CHUNK_TOKENS", OWN_CHUNK)
-        return fit.compile_step(ahead.make_plan_on(config, devices), compiler_options=options).as_text() or ""
+        return (
+            fit.compile_step(
+                ahead.make_plan_on(config, devices), compiler_options=options
+            ).as_text()
+            or ""
+        )
 
 
 def outside_fusions(hlo: str) -> list[str]:
@@ -128,7 +133,9 @@ def test_no_float32_logits_are_held(hlo):
     assert {VOCAB} < {int(size) for shape in held for size in shape.split(",")}
     tables = {frozenset({VOCAB, DIM}), frozenset({VOCAB, DIM // 8})}
     logits = [
-        shape for shape in held if VOCAB in (sizes := frozenset(map(int, shape.split(",")))) and sizes not in tables
+        shape
+        for shape in held
+        if VOCAB in (sizes := frozenset(map(int, shape.split(",")))) and sizes not in tables
     ]
     assert not logits
 
@@ -141,7 +148,10 @@ def test_weights_are_gathered_in_bfloat16_a_layer_at_a_time(hlo):
 
 
 def test_gradients_are_scattered_not_summed_whole(hlo):
-    assert {shape.split("[")[0] for shape in results_of(hlo, "reduce-scatter-start")} == {"bf16", "f32"}
+    assert {shape.split("[")[0] for shape in results_of(hlo, "reduce-scatter-start")} == {
+        "bf16",
+        "f32",
+    }
     for shape in results_of(hlo, "all-reduce") + results_of(hlo, "all-reduce-start"):
         sizes = [int(size) for size in re.findall(r"\d+", shape.partition("[")[2])]
         # Norm scales and scalars only.
@@ -155,12 +165,18 @@ def test_every_large_collective_overlaps(hlo):
     assert counts["all-to-all"] <= 1 and counts["all-to-all-start"] >= 1, counts
 
 
-def test_gradients_summed_in_float32_send_more_and_compute_the_same(compiled, hlo, config_8b, compile_8b):
+def test_gradients_summed_in_float32_send_more_and_compute_the_same(
+    compiled, hlo, config_8b, compile_8b
+):
     wide = compile_8b(mesh=dataclasses.replace(config_8b().mesh, reduce_dtype=Dtype.FLOAT32))
     wide_hlo = wide.as_text()
-    assert {shape.split("[")[0] for shape in results_of(wide_hlo, "reduce-scatter-start")} == {"f32"}
+    assert {shape.split("[")[0] for shape in results_of(wide_hlo, "reduce-scatter-start")} == {
+        "f32"
+    }
     assert not {"all-gather", "reduce-scatter"} & set(ahead.count_calls(wide_hlo))
-    assert sorted(results_of(wide_hlo, "all-gather-start")) == sorted(results_of(hlo, "all-gather-start"))
+    assert sorted(results_of(wide_hlo, "all-gather-start")) == sorted(
+        results_of(hlo, "all-gather-start")
+    )
     products, wide_products = product_dtypes(hlo), product_dtypes(wide_hlo)
     # Of qkv, out, gate, up and down: their gradients are not rounded before the sum either.
     assert wide_products["f32"] == products["f32"] + 5
@@ -200,7 +216,9 @@ def test_unrolled_lean_layers_take_the_memory_of_a_scan(compile_8b):
 def test_the_kernels_chosen_on_an_h200_are_those_of_the_program(unrolled_hlo):
     if not xla.chosen_kernels(H200):
         pytest.skip("none are shipped for this jaxlib")
-    products = [line for line in unrolled_hlo.splitlines() if 'custom_call_target="__cublas' in line]
+    products = [
+        line for line in unrolled_hlo.splitlines() if 'custom_call_target="__cublas' in line
+    ]
     chosen = collections.Counter(re.findall(r'"selected_algorithm":"(\d+)"', "\n".join(products)))
     # 5 weights of a layer, forward and twice backward, and the loss's 3. Triton would make those that were not found.
     assert len(products) == 5 * 3 * LAYERS + 3
@@ -212,7 +230,9 @@ def test_an_unknown_card_is_refused_with_those_there_are():
         ahead.devices_of("h999", hosts=1, gpus_per_host=8)
 
 
-def test_auto_takes_the_richest_policy_that_fits_the_card(config_8b, devices, monkeypatch, tmp_path):
+def test_auto_takes_the_richest_policy_that_fits_the_card(
+    config_8b, devices, monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compile_plan, memory = fit.compile_plan, {}
 

@@ -34,7 +34,9 @@ def cached(corpus, tmp_path):
 
 def cached_prefixes(tmp_path):
     """The stores in the cache; whatever else is left there but locks shows up too."""
-    return sorted({path.with_suffix("") for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"})
+    return sorted(
+        {path.with_suffix("") for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"}
+    )
 
 
 def test_a_store_holds_every_document_once_in_another_order(corpus, tmp_path):
@@ -57,7 +59,9 @@ def test_empty_documents_are_skipped_and_counted_once(corpus, tmp_path, caplog):
     for number in range(3):
         (corpus / f"{number:02}.txt").write_text("")
     assert len(convert.convert(str(corpus), tmp_path / "out", ByteTokenizer())) == 47
-    assert [record.getMessage() for record in caplog.records] == [f"{corpus}: skipped 3 documents without text"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{corpus}: skipped 3 documents without text"
+    ]
 
 
 def test_text_of_empty_documents_alone_is_refused_and_leaves_nothing(tmp_path):
@@ -110,7 +114,10 @@ def test_processes_that_build_at_once_convert_once_and_agree(corpus, tmp_path):
     command = [sys.executable, "-c", program, str(corpus), str(tmp_path / "cache")]
     environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
     pipe = subprocess.PIPE
-    processes = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) for _ in range(3)]
+    processes = [
+        subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+        for _ in range(3)
+    ]
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [output for output, _ in outputs] == ["50\n"] * 3
     assert sum("converted in" in errors for _, errors in outputs) == 1

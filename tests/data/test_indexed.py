@@ -9,7 +9,9 @@ from jaxscale.data import IndexedDataset, IndexedWriter
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
 
-def megatron_store(prefix, sequences, bounds=None, code=8, char="H", magic=b"MMIDIDX\x00\x00", version=1):
+def megatron_store(
+    prefix, sequences, bounds=None, code=8, char="H", magic=b"MMIDIDX\x00\x00", version=1
+):
     """The bytes that Megatron's builder writes, one struct call at a time."""
     bounds = list(range(len(sequences) + 1)) if bounds is None else bounds
     size = struct.calcsize("<" + char)
@@ -51,7 +53,8 @@ def test_a_written_store_reads_back_in_every_integer_dtype(make_store, dtype):
 
 
 @pytest.mark.parametrize(
-    ("code", "char"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (6, "d"), (7, "f"), (8, "H")]
+    ("code", "char"),
+    [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (6, "d"), (7, "f"), (8, "H")],
 )
 def test_a_store_laid_out_by_megatron_reads_in_every_dtype(tmp_path, code, char):
     megatron_store(tmp_path / "m", DOCUMENTS, code=code, char=char)
@@ -148,7 +151,9 @@ def test_a_bad_index_is_refused(tmp_path, changes, message):
 def test_a_truncated_bin_is_refused_with_both_sizes(make_store):
     store = make_store(DOCUMENTS)
     os.truncate(store.prefix + ".bin", 10)
-    with pytest.raises(ValueError, match=r"has 10 bytes.* 9 tokens of uint16, 18 bytes: the .bin is truncated"):
+    with pytest.raises(
+        ValueError, match=r"has 10 bytes.* 9 tokens of uint16, 18 bytes: the .bin is truncated"
+    ):
         IndexedDataset(store.prefix)
 
 
@@ -156,7 +161,9 @@ def test_a_bin_longer_than_its_index_says_they_do_not_belong_together(make_store
     store = make_store(DOCUMENTS)
     with open(store.prefix + ".bin", "ab") as file:
         file.write(b"\0\0")
-    with pytest.raises(ValueError, match=r"has 20 bytes.* 18 bytes: they belong to different stores"):
+    with pytest.raises(
+        ValueError, match=r"has 20 bytes.* 18 bytes: they belong to different stores"
+    ):
         IndexedDataset(store.prefix)
 
 
@@ -166,7 +173,11 @@ POINTERS = 34 + 3 * 4
 @pytest.mark.parametrize(
     ("at", "value", "message"),
     [
-        (POINTERS + 8, struct.pack("<q", 8), "sequence 1 begins at byte 8 of the .bin.* ends at byte 6; "),
+        (
+            POINTERS + 8,
+            struct.pack("<q", 8),
+            "sequence 1 begins at byte 8 of the .bin.* ends at byte 6; ",
+        ),
         (POINTERS + 16, struct.pack("<q", -4), r"sequence 2 begins at byte -4 .*\(offsets fall"),
         (34 + 4, struct.pack("<i", -1), "sequence 1 has length -1"),
     ],
@@ -189,7 +200,10 @@ def test_sequences_that_do_not_lie_end_to_end_are_refused(make_store, at, value,
     ],
 )
 def test_the_writer_refuses_a_bad_document_and_leaves_nothing(tmp_path, document, message):
-    with pytest.raises(ValueError, match=message), IndexedWriter(tmp_path / "store", np.uint16) as writer:
+    with (
+        pytest.raises(ValueError, match=message),
+        IndexedWriter(tmp_path / "store", np.uint16) as writer,
+    ):
         writer.add(np.array([1]))
         writer.add(document)
     assert list(tmp_path.iterdir()) == []
@@ -214,7 +228,9 @@ def test_an_abandoned_rewrite_keeps_the_old_store(make_store):
     assert documents_of(IndexedDataset(store.prefix)) == DOCUMENTS
 
 
-def test_a_rewrite_replaces_the_store_and_never_shows_an_index_beside_another_bin(make_store, monkeypatch):
+def test_a_rewrite_replaces_the_store_and_never_shows_an_index_beside_another_bin(
+    make_store, monkeypatch
+):
     prefix = make_store(DOCUMENTS, np.int64).prefix
     replace, index_seen = os.replace, []
 

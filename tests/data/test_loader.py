@@ -39,7 +39,9 @@ def assert_same(found, expected):
             np.testing.assert_array_equal(field, other_field)
 
 
-@pytest.mark.parametrize(("prefetch", "threads"), [(0, 0), (0, 2), (1, 1), (1, 4), (4, 0), (4, 2), (16, 8)])
+@pytest.mark.parametrize(
+    ("prefetch", "threads"), [(0, 0), (0, 2), (1, 1), (1, 4), (4, 0), (4, 2), (16, 8)]
+)
 def test_threads_and_prefetch_change_nothing(rows, prefetch, threads):
     expected = [(n, rows.rows(n * BATCH_SIZE + np.arange(BATCH_SIZE))) for n in range(20)]
     assert_same(first_batches(20, rows, prefetch=prefetch, threads=threads), expected)
@@ -52,7 +54,10 @@ def test_resuming_at_n_gives_what_iterating_to_n_would_have(rows):
 @pytest.mark.parametrize("num_hosts", [1, 2, 4])
 def test_the_rows_of_all_hosts_are_the_global_batch(rows, num_hosts):
     whole = first_batches(4, rows)
-    for owned in (np.arange(BATCH_SIZE).reshape(num_hosts, -1), np.arange(BATCH_SIZE).reshape(-1, num_hosts).T):
+    for owned in (
+        np.arange(BATCH_SIZE).reshape(num_hosts, -1),
+        np.arange(BATCH_SIZE).reshape(-1, num_hosts).T,
+    ):
         per_host = [first_batches(4, rows, local_rows=local_rows) for local_rows in owned]
         for step, (_, expected) in enumerate(whole):
             for field, expected_field in enumerate(expected):
@@ -152,8 +157,13 @@ def test_held_out_rows_do_not_depend_on_the_seed(make_store, random_documents):
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ValueError, match=r"'bytes' has 257 ids but vocab_size=256; set config.model.vocab_size to 257"):
-        open_dataset(settings(tmp_path / "a.txt", cache_dir=str(tmp_path)), seed=0, seq_len=4, vocab_size=256)
+    with pytest.raises(
+        ValueError,
+        match=r"'bytes' has 257 ids but vocab_size=256; set config.model.vocab_size to 257",
+    ):
+        open_dataset(
+            settings(tmp_path / "a.txt", cache_dir=str(tmp_path)), seed=0, seq_len=4, vocab_size=256
+        )
 
 
 def test_errors_about_converted_text_name_the_text_not_the_cache(tmp_path):
@@ -167,12 +177,19 @@ def test_a_checkpoint_of_other_data_is_refused_naming_what_differs(make_store, r
     documents = random_documents(100)
     corpora = []
     other_ids = [[(token + 1) % 1000 for token in document] for document in documents]
-    for name, changed in (("a", documents), ("b", documents), ("c", other_ids), ("d", documents[1:])):
+    for name, changed in (
+        ("a", documents),
+        ("b", documents),
+        ("c", other_ids),
+        ("d", documents[1:]),
+    ):
         config = settings(make_store(changed, name=name).prefix)
         corpora.append(open_dataset(config, seed=0, seq_len=32, vocab_size=1000))
     first, same, other, shorter = corpora
     first.check_same(same.description)
-    with pytest.raises(ValueError, match=r"not the data this run began with: fingerprint was '\w+', is '\w+'\. "):
+    with pytest.raises(
+        ValueError, match=r"not the data this run began with: fingerprint was '\w+', is '\w+'\. "
+    ):
         first.check_same(other.description)
     with pytest.raises(ValueError, match="num_documents was 99, is 100; num_tokens was"):
         first.check_same(shorter.description)
@@ -188,7 +205,9 @@ def test_unigram_entropy_is_the_cross_entropy_of_token_counts(make_store):
     assert corpus.unigram_entropy() == pytest.approx(expected, rel=1e-12)
 
 
-def test_unigram_entropy_of_a_large_store_is_a_sample_and_says_so(make_store, random_documents, monkeypatch, caplog):
+def test_unigram_entropy_of_a_large_store_is_a_sample_and_says_so(
+    make_store, random_documents, monkeypatch, caplog
+):
     config = settings(make_store(random_documents(400)).prefix)
     corpus = open_dataset(config, seed=0, seq_len=32, vocab_size=1000)
     exact = corpus.unigram_entropy()

@@ -14,7 +14,9 @@ def test_permute_is_a_bijection_of_any_size(sizes):
 def test_permute_does_not_depend_on_what_else_is_asked(size=1000):
     keys = derive_keys(3)
     whole = permute(np.arange(size), size, keys)
-    np.testing.assert_array_equal(permute(np.array([[7, 7], [999, 0]]), size, keys), whole[[[7, 7], [999, 0]]])
+    np.testing.assert_array_equal(
+        permute(np.array([[7, 7], [999, 0]]), size, keys), whole[[[7, 7], [999, 0]]]
+    )
 
 
 def test_permute_stays_distinct_and_in_range_at_the_size_of_a_large_store():
@@ -27,7 +29,11 @@ def test_permute_stays_distinct_and_in_range_at_the_size_of_a_large_store():
 
 def test_keys_give_unrelated_orders():
     size = 10_000
-    orders = [permute(np.arange(size), size, derive_keys(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [
+        permute(np.arange(size), size, derive_keys(seed, epoch))
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    ]
     for number, order in enumerate(orders):
         # A random permutation keeps one place in expectation, and is uncorrelated within 1 / sqrt(size).
         for other in [np.arange(size), *orders[:number]]:
@@ -39,4 +45,8 @@ def test_keys_give_unrelated_orders():
 def test_values_are_fixed_for_good():
     """A change here would give every resumed run other data: it needs a new name, not a new value."""
     assert permute(np.arange(10), 10, derive_keys(0, 0)).tolist() == [0, 4, 5, 7, 2, 1, 3, 8, 6, 9]
-    assert permute(np.arange(3), 10**9, derive_keys(7, 2)).tolist() == [743034650, 956369514, 127129311]
+    assert permute(np.arange(3), 10**9, derive_keys(7, 2)).tolist() == [
+        743034650,
+        956369514,
+        127129311,
+    ]

@@ -11,7 +11,9 @@ SEQ_LEN = 16
 def store_of_lengths(lengths, dtype=np.int32):
     """A store in memory whose token ids count up, so that an id says where in the store it stands."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return types.SimpleNamespace(tokens=np.arange(offsets[-1], dtype=dtype), document_offsets=offsets, name="memory")
+    return types.SimpleNamespace(
+        tokens=np.arange(offsets[-1], dtype=dtype), document_offsets=offsets, name="memory"
+    )
 
 
 def some_store(count=40, longest=30, seed=0):
@@ -42,7 +44,12 @@ def packed_slowly(store, start, first, last, seq_len, max_documents):
         if segment > max_documents:
             new = (0, -1, 0, 0)
         else:
-            new = (store.tokens[token], -1 if is_document_end else store.tokens[token + 1], segment, position)
+            new = (
+                store.tokens[token],
+                -1 if is_document_end else store.tokens[token + 1],
+                segment,
+                position,
+            )
         for field, value in zip((tokens, targets, segments, positions), new, strict=True):
             field.append(int(value))
         position += 1
@@ -54,10 +61,16 @@ def packed_slowly(store, start, first, last, seq_len, max_documents):
 @pytest.mark.parametrize(("split", "eval_fraction"), [("train", 0), ("train", 0.5), ("eval", 0.5)])
 def test_rows_equal_packing_token_by_token(split, eval_fraction, longest, max_documents):
     store = some_store(count=40, longest=longest)
-    options = {"split": split, "eval_fraction": eval_fraction, "max_documents_per_row": max_documents}
+    options = {
+        "split": split,
+        "eval_fraction": eval_fraction,
+        "max_documents_per_row": max_documents,
+    }
     rows = open_rows(store, **options)
     batch = rows.rows(np.arange(3 * rows.num_rows))
-    documents = {("train", 0): (0, 40), ("train", 0.5): (0, 20), ("eval", 0.5): (20, 40)}[split, eval_fraction]
+    documents = {("train", 0): (0, 40), ("train", 0.5): (0, 20), ("eval", 0.5): (20, 40)}[
+        split, eval_fraction
+    ]
     for row in range(len(batch.tokens)):
         # The first token is always kept and, ids counting up, it is its own place in the store.
         expected = packed_slowly(store, batch.tokens[row, 0], *documents, SEQ_LEN, max_documents)
@@ -97,7 +110,10 @@ def test_an_epoch_holds_every_token_at_most_once_and_leaves_less_than_a_row():
 
 def test_each_epoch_cuts_and_orders_anew():
     rows = open_rows(some_store())
-    starts = [rows.rows(epoch * rows.num_rows + np.arange(rows.num_rows)).tokens[:, 0] for epoch in range(4)]
+    starts = [
+        rows.rows(epoch * rows.num_rows + np.arange(rows.num_rows)).tokens[:, 0]
+        for epoch in range(4)
+    ]
     assert len({tuple(sorted(start)) for start in starts}) == 4
     assert len({tuple(np.argsort(start)) for start in starts}) == 4
 
@@ -153,7 +169,14 @@ def test_a_row_of_just_the_most_documents_keeps_all(caplog):
 @pytest.mark.parametrize("token", [0, 63, 500, 2047])
 @pytest.mark.parametrize(
     ("dtype", "value"),
-    [(np.int32, 3000), (np.int64, 3000), (np.uint16, 3000), (np.int16, 3000), (np.int32, -1), (np.int64, -1)],
+    [
+        (np.int32, 3000),
+        (np.int64, 3000),
+        (np.uint16, 3000),
+        (np.int16, 3000),
+        (np.int32, -1),
+        (np.int64, -1),
+    ],
 )
 def test_an_id_outside_the_vocabulary_is_refused_by_document_and_position(dtype, token, value):
     store = store_of_lengths([64] * 32, dtype)
@@ -187,9 +210,17 @@ def test_a_bad_id_in_the_first_or_last_row_is_refused_at_the_start():
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        ([100], {"eval_fraction": 0.1}, "has 1 documents and config.data.eval_fraction=0.1 holds out 1"),
+        (
+            [100],
+            {"eval_fraction": 0.1},
+            "has 1 documents and config.data.eval_fraction=0.1 holds out 1",
+        ),
         ([100] * 3, {"eval_fraction": 0.9}, "holds out 3, leaving none"),
-        ([5, 6], {}, r"train split of memory has 2 documents with 11 tokens, less than one row of seq_len=16"),
+        (
+            [5, 6],
+            {},
+            r"train split of memory has 2 documents with 11 tokens, less than one row of seq_len=16",
+        ),
         (
             [100, 15],
             {"split": "eval", "eval_fraction": 0.1},

@@ -39,7 +39,9 @@ def test_text_is_read_to_the_byte_but_for_its_byte_order_mark(tmp_path):
 
 
 def test_jsonl_plain_and_compressed_is_read_line_by_line(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "one", "n": 1}\n\n{"text": "tw\\u00f6"}\n{"text": null}')
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "one", "n": 1}\n\n{"text": "tw\\u00f6"}\n{"text": null}'
+    )
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n'))
     assert read(tmp_path) == ["one", "twö", "", "three"]
 
@@ -57,14 +59,19 @@ def test_parquet_is_read(tmp_path):
 def test_another_field_is_read(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n')
     write_parquet(tmp_path / "b.parquet", body=["two"])
-    assert read(tmp_path / "a.jsonl", field="body") + read(tmp_path / "b.parquet", field="body") == ["one", "two"]
+    assert read(tmp_path / "a.jsonl", field="body") + read(
+        tmp_path / "b.parquet", field="body"
+    ) == ["one", "two"]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{not json", "a.jsonl line 3 is not JSON: "),
-        ('{"content": "x", "id": 1}', r"a.jsonl line 3 has no field 'text', only \['content', 'id'\]"),
+        (
+            '{"content": "x", "id": 1}',
+            r"a.jsonl line 3 has no field 'text', only \['content', 'id'\]",
+        ),
         ('["x"]', "a.jsonl line 3 holds a list"),
         ('{"text": 5}', "a.jsonl line 3: field 'text' holds a int, not text"),
     ],
@@ -77,7 +84,9 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, message):
 
 def test_bad_parquet_is_named(tmp_path):
     write_parquet(tmp_path / "a.parquet", content=["x"], text=[1])
-    with pytest.raises(ValueError, match=r"a.parquet has no field 'body', only \['content', 'text'\]"):
+    with pytest.raises(
+        ValueError, match=r"a.parquet has no field 'body', only \['content', 'text'\]"
+    ):
         read(tmp_path, field="body")
     with pytest.raises(ValueError, match=r"a.parquet: field 'text' holds int64, not text"):
         read(tmp_path)
@@ -102,7 +111,8 @@ def test_a_folder_of_mixed_formats_asks_for_one(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "README.md").write_text("about")
     with pytest.raises(
-        ValueError, match=r"mixes formats: jsonl \(a.jsonl\), text \(README.md\); set config.data.format"
+        ValueError,
+        match=r"mixes formats: jsonl \(a.jsonl\), text \(README.md\); set config.data.format",
     ):
         read(tmp_path)
     assert read(tmp_path, format="jsonl") == ["one"]

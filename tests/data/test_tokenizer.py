@@ -80,7 +80,9 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path):
 
 
 def test_a_missing_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"config.data.tokenizer='.*none.json' is no file; give 'bytes' or"):
+    with pytest.raises(
+        ValueError, match=r"config.data.tokenizer='.*none.json' is no file; give 'bytes' or"
+    ):
         open_tokenizer(str(tmp_path / "none.json"))
 
 

@@ -14,7 +14,11 @@ import pytest
 from jaxscale import kernels
 from jaxscale.ops.attention import document_lengths
 
-NAMES = [module.name for module in pkgutil.iter_modules(kernels.__path__) if module.name.endswith("_attention")]
+NAMES = [
+    module.name
+    for module in pkgutil.iter_modules(kernels.__path__)
+    if module.name.endswith("_attention")
+]
 # Error of the whole array against float64, relative to its norm. bfloat16 rounds inputs of the softmax's products at 2e-3.
 RTOL = {jnp.float32: 1e-5, jnp.bfloat16: 5e-3}
 # rows, seq, query heads, key heads, head size, documents a row, padding, window
@@ -37,7 +41,9 @@ def kernel(request):
         reason = module.supported(q, k, platform=jax.default_backend())
         if reason:
             pytest.skip(reason)
-        documents = document_lengths(segments, MAX_DOCUMENTS) if "cudnn" in request.param else segments
+        documents = (
+            document_lengths(segments, MAX_DOCUMENTS) if "cudnn" in request.param else segments
+        )
         return module.attention(q, k, v, documents, q.shape[-1] ** -0.5, window)
 
     return run
@@ -93,12 +99,14 @@ def test_a_kernels_gradients_equal_those_of_the_reference_in_float32(kernel, sha
     (q, k, v, cotangent), segments, window = make(shape)
     reference = importlib.import_module("jaxscale.kernels.xla_attention").reference
     scale = q.shape[-1] ** -0.5
-    gradients = jax.jit(lambda q, k, v: jax.vjp(lambda *x: kernel(*x, segments, window), q, k, v)[1](cotangent))(
-        q, k, v
-    )
+    gradients = jax.jit(
+        lambda q, k, v: jax.vjp(lambda *x: kernel(*x, segments, window), q, k, v)[1](cotangent)
+    )(q, k, v)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
     with jax.default_matmul_precision("highest"):
-        expected = jax.vjp(lambda *x: reference(*x, segments, scale, window), *wide)[1](cotangent.astype(jnp.float32))
+        expected = jax.vjp(lambda *x: reference(*x, segments, scale, window), *wide)[1](
+            cotangent.astype(jnp.float32)
+        )
     for name, mine, theirs in zip("qkv", gradients, expected, strict=True):
         assert error(mine, theirs) < 2 * RTOL[dtype_here()], name
 

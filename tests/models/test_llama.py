@@ -15,11 +15,15 @@ from jaxscale.ops.execution import Execution
 from jaxscale.ops.rope import Scaling
 
 EXECUTION = Execution(dtype=Dtype.FLOAT32)
-SMALL = llama.Config(vocab_size=100, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48)
+SMALL = llama.Config(
+    vocab_size=100, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48
+)
 # Each option of the family, and the model it makes.
 VARIANTS = {
     "llama 3": SMALL,
-    "llama 3.1": dataclasses.replace(SMALL, rope_scaling=Scaling(factor=4.0, original_seq_len=32), rope_theta=10_000.0),
+    "llama 3.1": dataclasses.replace(
+        SMALL, rope_scaling=Scaling(factor=4.0, original_seq_len=32), rope_theta=10_000.0
+    ),
     "llama 3.2 tied": dataclasses.replace(SMALL, tie_embeddings=True),
     "qwen 2": dataclasses.replace(SMALL, qkv_bias=True, norm_eps=1e-6),
     "qwen 3": dataclasses.replace(SMALL, qk_norm=True, head_size=16, norm_eps=1e-6),
@@ -48,7 +52,14 @@ def test_a_model_file_offers_what_the_run_needs(name):
     module = importlib.import_module(f"jaxscale.models.{name}")
     fields = {field.name for field in dataclasses.fields(module.Config)}
     assert {"num_layers", "vocab_size", "max_seq_len"} <= fields
-    for method in ("validate", "validate_on", "num_params", "num_layer_params", "flops_per_token", "build"):
+    for method in (
+        "validate",
+        "validate_on",
+        "num_params",
+        "num_layer_params",
+        "flops_per_token",
+        "build",
+    ):
         assert callable(getattr(module.Config, method)), method
     assert module.__doc__ and module.Config.__doc__
 
@@ -60,11 +71,15 @@ def test_a_packed_row_gives_each_document_what_it_gets_alone(variant):
     documents = [rng.integers(0, 100, n) for n in (7, 12, 5)]
     row = np.concatenate([*documents, np.zeros(3, np.int64)])[None]
     segments = np.repeat([1, 2, 3, 0], [7, 12, 5, 3])[None]
-    positions = np.concatenate([np.arange(7), np.arange(12), np.arange(5), np.zeros(3, np.int64)])[None]
+    positions = np.concatenate([np.arange(7), np.arange(12), np.arange(5), np.zeros(3, np.int64)])[
+        None
+    ]
     packed, begin = logits(model, row, segments, positions)[0], 0
     for document in documents:
         alone = logits(model, document[None])[0]
-        np.testing.assert_allclose(packed[begin : begin + len(document)], alone, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            packed[begin : begin + len(document)], alone, rtol=1e-4, atol=1e-4
+        )
         begin += len(document)
 
 
@@ -72,13 +87,22 @@ def test_a_packed_row_gives_each_document_what_it_gets_alone(variant):
 def test_num_params_counts_what_is_built(variant):
     config = VARIANTS[variant]
     built = sum(x.size for x in jax.tree.leaves(nnx.split(config.build(nnx.Rngs(0)))[1]))
-    padding = (config.padded_vocab_size() - config.vocab_size) * config.model_dim * (1 if config.tie_embeddings else 2)
+    padding = (
+        (config.padded_vocab_size() - config.vocab_size)
+        * config.model_dim
+        * (1 if config.tie_embeddings else 2)
+    )
     assert config.num_params() == built - padding
 
 
 def test_sizes_and_flops_of_llama_3_8b_are_the_published_ones():
     config = llama.Config(
-        vocab_size=128_256, model_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, mlp_dim=14_336
+        vocab_size=128_256,
+        model_dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        mlp_dim=14_336,
     )
     assert config.num_params() == 8_030_261_248
     # torchtitan prints 57.9 GFLOP a token at 8192.
@@ -109,7 +133,10 @@ def test_sizes_that_cannot_be_are_refused_by_key(change, message):
             dict(tensor=3, fsdp=1),
             r"config\.model\.num_heads=4 cannot be split over mesh axis tensor=3; set config\.mesh\.tensor",
         ),
-        (dict(tensor=1, fsdp=5), r"config\.model\.model_dim=32 cannot be split over mesh axis fsdp=5"),
+        (
+            dict(tensor=1, fsdp=5),
+            r"config\.model\.model_dim=32 cannot be split over mesh axis fsdp=5",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_model_is_refused_by_key(sizes, message):
@@ -130,7 +157,11 @@ def test_gradients_do_not_depend_on_what_is_saved(remat):
     def gradients(remat):
         execution = Execution(dtype=dtype, remat=remat)
         run = jax.jit(
-            jax.grad(lambda m: jnp.sum(m(tokens, segments, positions, execution).astype(jnp.float32)[..., :3]))
+            jax.grad(
+                lambda m: jnp.sum(
+                    m(tokens, segments, positions, execution).astype(jnp.float32)[..., :3]
+                )
+            )
         )
         return jax.tree_util.tree_leaves_with_path(run(model))
 
@@ -162,8 +193,12 @@ def hugging_face_model(transformers, variant):
     if variant == "qwen 2":
         return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**common))
     if variant == "qwen 3":
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, head_dim=c.head_size))
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**common, sliding_window=c.window))
+        return transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(**common, head_dim=c.head_size)
+        )
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(**common, sliding_window=c.window)
+    )
 
 
 def hugging_face_weights(model, c) -> dict[str, np.ndarray]:
@@ -180,7 +215,11 @@ def hugging_face_weights(model, c) -> dict[str, np.ndarray]:
             out[f"{prefix}self_attn.{name}_proj.weight"] = weight.reshape(c.model_dim, -1).T
         if c.qkv_bias:
             bias = p["layers/qkv_bias"][i]
-            for name, b in {"q": bias[:, :group], "k": bias[:, group], "v": bias[:, group + 1]}.items():
+            for name, b in {
+                "q": bias[:, :group],
+                "k": bias[:, group],
+                "v": bias[:, group + 1],
+            }.items():
                 out[f"{prefix}self_attn.{name}_proj.bias"] = b.reshape(-1)
         if c.qk_norm:
             for name in "qk":
@@ -202,13 +241,18 @@ def _paths(tree):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_those_of_hugging_face_transformers(variant):
-    transformers = pytest.importorskip("transformers", reason="transformers and torch are not installed")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers and torch are not installed"
+    )
     import torch
 
     c = VARIANTS[variant]
     model = build(c)
     theirs = hugging_face_model(transformers, variant).eval().float()
-    weights = {name: torch.tensor(np.ascontiguousarray(x)) for name, x in hugging_face_weights(model, c).items()}
+    weights = {
+        name: torch.tensor(np.ascontiguousarray(x))
+        for name, x in hugging_face_weights(model, c).items()
+    }
     missing, unexpected = theirs.load_state_dict(weights, strict=False)
     assert not unexpected and all("rotary" in name for name in missing)
     tokens = np.random.default_rng(0).integers(0, c.vocab_size, (2, 40))

@@ -10,7 +10,9 @@ from jaxscale.ops.attention import _say_once, choose, document_lengths
 
 
 def shapes(seq=8192, dtype=jnp.bfloat16, heads=8, kv_heads=2, size=64):
-    return jax.ShapeDtypeStruct((1, seq, heads, size), dtype), jax.ShapeDtypeStruct((1, seq, kv_heads, size), dtype)
+    return jax.ShapeDtypeStruct((1, seq, heads, size), dtype), jax.ShapeDtypeStruct(
+        (1, seq, kv_heads, size), dtype
+    )
 
 
 def test_a_cpu_gets_xla_and_a_gpu_gets_cudnn():
@@ -18,7 +20,9 @@ def test_a_cpu_gets_xla_and_a_gpu_gets_cudnn():
     assert choose(Attention.AUTO, *shapes(), platform="gpu") == Attention.CUDNN
 
 
-@pytest.mark.parametrize("bad", [dict(dtype=jnp.float32), dict(size=60), dict(size=512), dict(heads=9)])
+@pytest.mark.parametrize(
+    "bad", [dict(dtype=jnp.float32), dict(size=60), dict(size=512), dict(heads=9)]
+)
 def test_a_long_sequence_on_a_gpu_never_falls_back_to_quadratic_memory(bad):
     assert cudnn_attention.supported(*shapes(**bad), platform="gpu")
     with pytest.raises(ValueError, match=r"config\.seq_len=8192.*config\.attention='xla'"):
@@ -42,7 +46,10 @@ def test_a_short_sequence_that_runs_as_xla_on_a_gpu_says_so_once(caplog):
 
 
 def test_asking_for_cudnn_where_it_cannot_run_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match=r"config\.attention='cudnn' cannot run: cuDNN needs an NVIDIA GPU, not cpu"):
+    with pytest.raises(
+        ValueError,
+        match=r"config\.attention='cudnn' cannot run: cuDNN needs an NVIDIA GPU, not cpu",
+    ):
         choose(Attention.CUDNN, *shapes(), platform="cpu")
 
 

@@ -29,7 +29,9 @@ def plain(x, head, targets, z_loss, vocab_size=VOCAB):
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("vocab_size", [VOCAB, PADDED])
 @pytest.mark.parametrize("chunk", [1, 8, 7, 4096])
-def test_loss_and_gradients_equal_the_textbook_formula(batch, z_loss, vocab_size, chunk, monkeypatch):
+def test_loss_and_gradients_equal_the_textbook_formula(
+    batch, z_loss, vocab_size, chunk, monkeypatch
+):
     monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk)
     x, head, targets = batch
 
@@ -37,7 +39,9 @@ def test_loss_and_gradients_equal_the_textbook_formula(batch, z_loss, vocab_size
         return 0.5 * cross_entropy(x, head, targets, vocab_size, z_loss, jnp.dtype(jnp.float32))
 
     value, gradients = jax.jit(jax.value_and_grad(mine, argnums=(0, 1)))(x, head)
-    halved = jax.value_and_grad(lambda x, head: 0.5 * plain(x, head, targets, z_loss, vocab_size), argnums=(0, 1))
+    halved = jax.value_and_grad(
+        lambda x, head: 0.5 * plain(x, head, targets, z_loss, vocab_size), argnums=(0, 1)
+    )
     expected, expected_gradients = halved(x, head)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     for actual, wanted in zip(gradients, expected_gradients, strict=True):
@@ -47,9 +51,9 @@ def test_loss_and_gradients_equal_the_textbook_formula(batch, z_loss, vocab_size
 
 def test_masked_tokens_and_padded_words_get_no_gradient(batch):
     x, head, targets = batch
-    dx, dhead = jax.grad(lambda *a: cross_entropy(*a, targets, VOCAB, 0.0, jnp.dtype(jnp.float32)), argnums=(0, 1))(
-        x, head
-    )
+    dx, dhead = jax.grad(
+        lambda *a: cross_entropy(*a, targets, VOCAB, 0.0, jnp.dtype(jnp.float32)), argnums=(0, 1)
+    )(x, head)
     assert not np.asarray(dx)[0, 3:6].any() and np.asarray(dx)[0, :3].any()
     assert not np.asarray(dhead)[:, VOCAB:].any()
 
@@ -69,9 +73,10 @@ def test_no_float32_logits_of_the_batch_are_held(monkeypatch):
     targets = jnp.zeros((4, 128), jnp.int32)
 
     def gradients(x, head):
-        return jax.grad(lambda *a: cross_entropy(*a, targets, 1024, 0.0, jnp.dtype(jnp.bfloat16)), argnums=(0, 1))(
-            x, head
-        )
+        return jax.grad(
+            lambda *a: cross_entropy(*a, targets, 1024, 0.0, jnp.dtype(jnp.bfloat16)),
+            argnums=(0, 1),
+        )(x, head)
 
     text = str(jax.make_jaxpr(gradients)(x, head))
     assert "[64,1024]" in text
@@ -82,7 +87,8 @@ def test_no_float32_logits_of_the_batch_are_held(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "chunks"), [(8192, (2, 4096)), (4096, (1, 4096)), (6000, (2, 3000)), (8191, (2, 4096)), (7, (1, 7))]
+    ("tokens", "chunks"),
+    [(8192, (2, 4096)), (4096, (1, 4096)), (6000, (2, 3000)), (8191, (2, 4096)), (7, (1, 7))],
 )
 def test_chunks_are_few_and_even(tokens, chunks):
     assert loss._chunks(tokens) == chunks

@@ -13,8 +13,12 @@ def test_rms_norm_divides_by_the_root_mean_square():
     x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
     scale = np.linspace(0.5, 2, 8, dtype=np.float32)
     expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * scale
-    np.testing.assert_allclose(rms_norm(jnp.asarray(x), jnp.asarray(scale), eps=1e-5), expected, rtol=1e-5)
-    assert rms_norm(jnp.asarray(x, jnp.bfloat16), jnp.asarray(scale), eps=1e-5).dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        rms_norm(jnp.asarray(x), jnp.asarray(scale), eps=1e-5), expected, rtol=1e-5
+    )
+    assert (
+        rms_norm(jnp.asarray(x, jnp.bfloat16), jnp.asarray(scale), eps=1e-5).dtype == jnp.bfloat16
+    )
 
 
 def test_rotated_dot_products_depend_on_the_distance_only():
@@ -36,7 +40,9 @@ def test_rotation_turns_pair_i_by_position_times_its_frequency():
     cos, sin = rope.angles(jnp.array([[3]], jnp.int32), 4, theta=100.0)
     np.testing.assert_allclose(cos[0, 0], np.cos([3.0, 0.3]), rtol=1e-6)
     x = jnp.array([1.0, 0.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
-    np.testing.assert_allclose(rope.rotate(x, cos, sin)[0, 0, 0], [np.cos(3.0), 0, np.sin(3.0), 0], rtol=1e-6)
+    np.testing.assert_allclose(
+        rope.rotate(x, cos, sin)[0, 0, 0], [np.cos(3.0), 0, np.sin(3.0), 0], rtol=1e-6
+    )
 
 
 def test_llama_31_scaling_stretches_long_wavelengths_only():
@@ -48,18 +54,32 @@ def test_llama_31_scaling_stretches_long_wavelengths_only():
     np.testing.assert_array_equal(scaled[short], plain[short])
     np.testing.assert_allclose(scaled[long], plain[long] / 8, rtol=1e-6)
     between = ~short & ~long
-    assert between.any() and (scaled[between] < plain[between]).all() and (scaled[between] > plain[between] / 8).all()
+    assert (
+        between.any()
+        and (scaled[between] < plain[between]).all()
+        and (scaled[between] > plain[between] / 8).all()
+    )
 
 
 @pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 @pytest.mark.parametrize(
-    "rules", [dict(vocab="tensor", embed="fsdp"), dict(vocab=None, embed="fsdp"), dict(vocab="tensor", embed=None)]
+    "rules",
+    [
+        dict(vocab="tensor", embed="fsdp"),
+        dict(vocab=None, embed="fsdp"),
+        dict(vocab="tensor", embed=None),
+    ],
 )
 def test_a_split_table_gives_the_same_rows_and_gradient(rules, axis_types):
     rng = np.random.default_rng(0)
-    table, tokens = rng.normal(size=(32, 8)).astype(np.float32), rng.integers(0, 32, (8, 6)).astype(np.int32)
+    table, tokens = (
+        rng.normal(size=(32, 8)).astype(np.float32),
+        rng.integers(0, 32, (8, 6)).astype(np.int32),
+    )
     weights = rng.normal(size=(8, 6, 8)).astype(np.float32)
-    rules = shd.Rules(batch=("data", "fsdp"), seq=None, residual_seq="tensor", act_embed=None).replace(**rules)
+    rules = shd.Rules(
+        batch=("data", "fsdp"), seq=None, residual_seq="tensor", act_embed=None
+    ).replace(**rules)
     mesh = shd.make_mesh(data=2, fsdp=2, tensor=2, axis_types=axis_types)
 
     def weighted(table, tokens, weights):

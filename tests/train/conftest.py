@@ -14,9 +14,9 @@ from jaxscale.data.rows import TokenRows
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
-from jaxscale.train import state as train_state
-from jaxscale.train.feed import device_batches
-from jaxscale.train.step import make_train_step
+from jaxscale.step import state as train_state
+from jaxscale.step.feed import device_batches
+from jaxscale.step.update import make_train_step
 
 VOCAB_SIZE = 257  # not a multiple of any axis: the padding is part of what is tested
 
@@ -98,7 +98,9 @@ def run(rows):
                     first_batch = [np.asarray(x).reshape(config.batch_size, -1) for x in batch]
                     first_moments = {name: x for name, x in arrays(state).items() if ".mu." in name}
         loader.close()
-        losses, norms = (np.array([float(m[key]) for m in metrics]) for key in ("loss", "grad_norm"))
+        losses, norms = (
+            np.array([float(m[key]) for m in metrics]) for key in ("loss", "grad_norm")
+        )
         return Run(losses, norms, first_batch, initial, arrays(state), first_moments)
 
     return run

@@ -13,14 +13,24 @@ import pytest
 
 from jaxscale import config as run_config
 from jaxscale import sharding as shd
-from jaxscale.config import CheckpointConfig, Config, DataConfig, Dtype, EvalConfig, LogConfig, Remat, SampleConfig
+from jaxscale.compile import fit
+from jaxscale.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    Dtype,
+    EvalConfig,
+    LogConfig,
+    Remat,
+    SampleConfig,
+)
 from jaxscale.models import llama
 from jaxscale.ops import execution
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
-from jaxscale.train import fit, loop
-from jaxscale.train import state as train_state
-from jaxscale.train.step import make_train_step
+from jaxscale.step import state as train_state
+from jaxscale.step.update import make_train_step
+from jaxscale.train import loop
 
 # Losses with other things recomputed: float32, fused otherwise.
 LOSS_RTOL = 1e-5
@@ -88,13 +98,19 @@ def table(monkeypatch, tmp_path):
         config, remat = plan.config, plan.execution.remat
         table.asked.append(remat)
         if math.isinf(table.gib[remat]):
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.")
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes."
+            )
         tokens = config.batch_size * config.seq_len / config.grad_accumulation
         analysis = types.SimpleNamespace(
             argument_size_in_bytes=2**30, output_size_in_bytes=2**30, alias_size_in_bytes=2**30,
             temp_size_in_bytes=(table.gib[remat] - 1) * tokens / 64**2 * 2**30,
         )  # fmt: skip
-        text = "%fusion.12.remat2.1 = f32[] fusion()\n%rematted.1 = f32[] fusion()" if remat in table.recomputed else ""
+        text = (
+            "%fusion.12.remat2.1 = f32[] fusion()\n%rematted.1 = f32[] fusion()"
+            if remat in table.recomputed
+            else ""
+        )
         return types.SimpleNamespace(memory_analysis=lambda: analysis, as_text=lambda: text)
 
     monkeypatch.setattr(fit, "compile_step", compile_step)
@@ -120,13 +136,18 @@ def refusal(pool_gib, **changes) -> str:
 def test_auto_is_the_richest_policy_that_fits_and_takes_at_most_two_more_compilations(table, remat):
     step = choose(pool_for(GIB[remat]))
     assert step.plan.execution.remat == remat and step.memory_gib == GIB[remat]
-    assert step.plan.config.remat == Remat.AUTO  # what the user asked for, and what a checkpoint remembers
+    assert (
+        step.plan.config.remat == Remat.AUTO
+    )  # what the user asked for, and what a checkpoint remembers
     assert len(table.asked) == (1 if remat == Remat.GEMMS else 3)
 
 
 @pytest.mark.parametrize("remat", [Remat.GEMMS, Remat.ATTENTION_MLP, Remat.ATTENTION])
 def test_auto_goes_by_what_xla_says_of_the_real_step(compiler, remat):
-    memory = {policy: fit.compile_plan(plan_of(small_config(remat=policy))).memory_gib for policy in fit.POLICIES}
+    memory = {
+        policy: fit.compile_plan(plan_of(small_config(remat=policy))).memory_gib
+        for policy in fit.POLICIES
+    }
     assert memory[Remat.GEMMS] > memory[Remat.ATTENTION_MLP] > memory[Remat.ATTENTION]
     step = choose(pool_for(memory[remat]))
     assert step.plan.execution.remat == remat and step.memory_gib == memory[remat]
@@ -167,7 +188,9 @@ def test_another_error_of_xla_is_not_taken_for_a_lack_of_memory(monkeypatch):
 def num_barriers(**changes) -> int:
     plan = plan_of(small_config(**changes))
     with shd.use(plan.mesh, plan.rules):
-        lowered = make_train_step(plan).lower(train_state.abstract_state(plan), fit.abstract_batch(plan))
+        lowered = make_train_step(plan).lower(
+            train_state.abstract_state(plan), fit.abstract_batch(plan)
+        )
     return lowered.as_text().count("optimization_barrier")
 
 
@@ -179,7 +202,11 @@ def test_where_no_loop_holds_xla_back_barriers_keep_it_from_undoing_a_lean_polic
 
 def test_the_backward_pass_of_unrolled_lean_layers_waits_for_weight_gradients(monkeypatch):
     def num(remat):
-        return num_barriers(remat=remat, scan_unroll=5, model=dataclasses.replace(small_config().model, num_layers=5))
+        return num_barriers(
+            remat=remat,
+            scan_unroll=5,
+            model=dataclasses.replace(small_config().model, num_layers=5),
+        )
 
     lean, gemms = num(Remat.ATTENTION), num(Remat.GEMMS)
     monkeypatch.setattr(execution, "LAYERS_AHEAD", 99)
@@ -256,7 +283,10 @@ def settings_in(message) -> list[tuple[dict, float]]:
 
 
 def test_a_step_that_cannot_fit_is_refused_with_three_settings_that_do(compiler):
-    memory = {policy: fit.compile_plan(plan_of(small_config(remat=policy))).memory_gib for policy in fit.POLICIES}
+    memory = {
+        policy: fit.compile_plan(plan_of(small_config(remat=policy))).memory_gib
+        for policy in fit.POLICIES
+    }
     compiler.asked.clear()
     pool_gib = pool_for(memory[Remat.ATTENTION_MLP])
     settings = settings_in(refusal(pool_gib, remat=Remat.GEMMS))
@@ -288,7 +318,9 @@ def test_settings_are_combined_where_one_alone_is_not_enough(table):
     table.gib = dict.fromkeys(GIB, 100.0) | {Remat.FULL: 8.0}
     lean = {"remat": "full", "scan_unroll": 1}
     message = refusal(pool_for(5.0), remat=Remat.ATTENTION, scan_unroll=2)
-    assert [changes for changes, _ in settings_in(message)] == [lean | changes for changes in FEWER_TOKENS]
+    assert [changes for changes, _ in settings_in(message)] == [
+        lean | changes for changes in FEWER_TOKENS
+    ]
 
 
 def test_a_state_that_does_not_fit_is_refused_without_trying_what_leaves_it_as_it_is(table):
@@ -309,8 +341,12 @@ def test_a_state_that_does_not_fit_is_refused_without_trying_what_leaves_it_as_i
 def data(tmp_path_factory) -> DataConfig:
     folder = tmp_path_factory.mktemp("text")
     for number in range(4):
-        (folder / f"{number}.txt").write_text(f"The cat {number} sat on the mat and looked at the moon. " * 200)
-    return DataConfig(path=str(folder / "*.txt"), cache_dir=str(folder / "cache"), eval_fraction=0.3)
+        (folder / f"{number}.txt").write_text(
+            f"The cat {number} sat on the mat and looked at the moon. " * 200
+        )
+    return DataConfig(
+        path=str(folder / "*.txt"), cache_dir=str(folder / "cache"), eval_fraction=0.3
+    )
 
 
 def records(workdir):
@@ -328,17 +364,24 @@ def test_auto_trains_as_the_policy_that_it_chose_and_puts_the_compilation_on_rec
     assert compiler.remats()[-1] != Remat.GEMMS
     assert re.search(r"remat: auto chose 'attention_mlp': 0.0 of 0.0 GiB predicted", caplog.text)
     theirs, mine = records(tmp_path / "gemms")[:3], records(tmp_path / "auto")[:3]
-    np.testing.assert_allclose([r["loss"] for r in mine], [r["loss"] for r in theirs], rtol=LOSS_RTOL)
+    np.testing.assert_allclose(
+        [r["loss"] for r in mine], [r["loss"] for r in theirs], rtol=LOSS_RTOL
+    )
     for steps in (theirs, mine):
         assert steps[0]["compile_seconds"] > 0 and steps[0]["predicted_memory_gib"] > 0
         assert "compile_seconds" not in steps[1] | steps[2]
     assert mine[0]["predicted_memory_gib"] < theirs[0]["predicted_memory_gib"]
 
 
-def test_a_run_is_refused_before_anything_is_allocated_or_written(compiler, data, tmp_path, monkeypatch):
+def test_a_run_is_refused_before_anything_is_allocated_or_written(
+    compiler, data, tmp_path, monkeypatch
+):
     monkeypatch.setattr(fit, "pool_of", lambda plan: 1e-6)
     monkeypatch.setattr(train_state, "init_state", lambda plan: pytest.fail("the state was made"))
     with pytest.raises(ValueError, match="config.remat='gemms' cannot fit"):
         loop.train(small_config(data=data), tmp_path / "run")
     assert len(compiler.asked) == 1
-    assert not (tmp_path / "run" / "config.json").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert (
+        not (tmp_path / "run" / "config.json").exists()
+        and not (tmp_path / "run" / "metrics.jsonl").exists()
+    )

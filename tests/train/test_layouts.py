@@ -57,7 +57,9 @@ def assert_trains_like(here, alone):
     for name, value in alone.first_moments.items():
         scale = np.abs(value).max()
         assert scale > 0, name
-        np.testing.assert_allclose(here.first_moments[name], value, atol=GRADIENT_RTOL * scale, rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            here.first_moments[name], value, atol=GRADIENT_RTOL * scale, rtol=0, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "attention", "attention_mlp", "gemms"])
@@ -77,7 +79,9 @@ UNROLLED: dict[str, dict[str, Any]] = {
     "attention auto": dict(fsdp=8, remat="attention", axis_types="auto"),
     "attention_mlp, weights kept": dict(fsdp=8, remat="attention_mlp", reshard_after_forward=False),
     "zero2": dict(fsdp=8, remat="attention", zero=2),
-    "hsdp tp sp accumulated": dict(data=2, fsdp=2, tensor=2, grad_accumulation=2, remat="attention_mlp"),
+    "hsdp tp sp accumulated": dict(
+        data=2, fsdp=2, tensor=2, grad_accumulation=2, remat="attention_mlp"
+    ),
     "tp4 sp over 2 key heads auto": dict(fsdp=2, tensor=4, remat="attention", axis_types="auto"),
 }
 

@@ -32,7 +32,9 @@ from jaxscale.train.loop import train
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     for number in range(8):
-        (folder / f"{number}.txt").write_text(f"The cat {number} sat on the mat and looked at the moon. " * 12)
+        (folder / f"{number}.txt").write_text(
+            f"The cat {number} sat on the mat and looked at the moon. " * 12
+        )
     return folder
 
 
@@ -40,14 +42,18 @@ def run_of(folder, **changes) -> Config:
     """Steps 2 and 4 are each followed by an evaluation."""
     return dataclasses.replace(
         Config(
-            model=llama.Config(vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64),
+            model=llama.Config(
+                vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64
+            ),
             optim=adamw.Config(),
             schedule=cosine.Config(peak=3e-3, warmup_steps=2),
             steps=5,
             batch_size=8,
             seq_len=32,
             dtype=Dtype.FLOAT32,
-            data=DataConfig(path=str(folder / "*.txt"), cache_dir=str(folder / "cache"), eval_fraction=0.3),
+            data=DataConfig(
+                path=str(folder / "*.txt"), cache_dir=str(folder / "cache"), eval_fraction=0.3
+            ),
             checkpoint=CheckpointConfig(every=0),
             evaluation=EvalConfig(batches=1, every=2),
             sample=SampleConfig(tokens=0),
@@ -66,14 +72,21 @@ def plain(folder):
 
 def losses(workdir):
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return {(record["step"], key): record[key] for record in records for key in ("loss", "eval_loss") if key in record}
+    return {
+        (record["step"], key): record[key]
+        for record in records
+        for key in ("loss", "eval_loss")
+        if key in record
+    }
 
 
 def profiled_steps(workdir):
     """The steps in the one trace of a run, as the loop marked them, and whether an evaluation is in it too."""
     (path,) = (workdir / "profile").rglob("*.xplane.pb")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # how jaxlib makes its types, under Python 3.12
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # how jaxlib makes its types, under Python 3.12
         events = [
             event
             for plane in jax.profiler.ProfileData.from_file(str(path)).planes
@@ -84,7 +97,9 @@ def profiled_steps(workdir):
         return steps, any("eval_step" in event.name for event in events)
 
 
-def test_the_trace_has_the_steps_asked_for_and_the_run_is_what_it_is_without(folder, plain, tmp_path):
+def test_the_trace_has_the_steps_asked_for_and_the_run_is_what_it_is_without(
+    folder, plain, tmp_path
+):
     train(run_of(folder, profile=ProfileConfig(start=2, steps=2)), tmp_path)
     # The evaluation after step 2 comes before the trace, and that after step 4 comes after it.
     assert profiled_steps(tmp_path) == ([3, 4], False)
@@ -95,21 +110,29 @@ def test_the_trace_has_the_steps_asked_for_and_the_run_is_what_it_is_without(fol
 def test_the_steps_count_from_the_first_of_this_process(folder, plain, tmp_path):
     shutil.copytree(plain, tmp_path / "run")
     train(run_of(folder, steps=8, profile=ProfileConfig(steps=2)), tmp_path / "run")
-    assert profiled_steps(tmp_path / "run") == ([6, 7], True)  # the evaluation after step 6 is between them
+    assert profiled_steps(tmp_path / "run") == (
+        [6, 7],
+        True,
+    )  # the evaluation after step 6 is between them
 
 
 def test_an_interrupted_run_keeps_what_was_recorded(folder, tmp_path, monkeypatch):
     calls = itertools.count()
-    monkeypatch.setattr(loop, "interrupts", lambda: contextlib.nullcontext(lambda: next(calls) == 2))
+    monkeypatch.setattr(
+        loop, "interrupts", lambda: contextlib.nullcontext(lambda: next(calls) == 2)
+    )
     assert train(run_of(folder, profile=ProfileConfig(steps=4)), tmp_path).interrupted
     assert profiled_steps(tmp_path)[0] == [1, 2]
 
 
 def test_what_cannot_be_recorded_is_refused(folder):
     run_config.validate(run_of(folder, profile=ProfileConfig(start=3, steps=2)))
-    run_config.validate(run_of(folder, profile=ProfileConfig(start=9)))  # off, wherever it would start
+    run_config.validate(
+        run_of(folder, profile=ProfileConfig(start=9))
+    )  # off, wherever it would start
     with pytest.raises(
-        ValueError, match=r"config.profile.steps=2: with config.profile.start=4 it goes beyond config.steps=5"
+        ValueError,
+        match=r"config.profile.steps=2: with config.profile.start=4 it goes beyond config.steps=5",
     ):
         run_config.validate(run_of(folder, profile=ProfileConfig(start=4, steps=2)))
     with pytest.raises(ValueError, match="config.profile.steps=-1: set it to 0 or more"):

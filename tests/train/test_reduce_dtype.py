@@ -7,19 +7,28 @@ import pytest
 
 from jaxscale import config as run_config
 from jaxscale import sharding as shd
+from jaxscale.compile import fit
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
-from jaxscale.train import fit
-from jaxscale.train.state import abstract_state, make_plan
-from jaxscale.train.step import make_train_step
+from jaxscale.step.state import abstract_state, make_plan
+from jaxscale.step.update import make_train_step
 
 # With both norms and biases, so that there is a leaf of each kind.
 MODEL = llama.Config(
-    vocab_size=257, model_dim=64, num_layers=2, num_heads=8, num_kv_heads=2, mlp_dim=96, qk_norm=True, qkv_bias=True
+    vocab_size=257,
+    model_dim=64,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    mlp_dim=96,
+    qk_norm=True,
+    qkv_bias=True,
 )
 # Unless told, XLA leaves out roundings that it can do without, others on a CPU than on a GPU.
-BFLOAT16: dict[str, Any] = dict(dtype="bfloat16", model=MODEL, xla_options=("xla_allow_excess_precision=false",))
+BFLOAT16: dict[str, Any] = dict(
+    dtype="bfloat16", model=MODEL, xla_options=("xla_allow_excess_precision=false",)
+)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": dict(fsdp=8),
@@ -85,10 +94,16 @@ def program(dtype: str, **mesh) -> str:
         return make_train_step(plan).lower(abstract_state(plan), fit.abstract_batch(plan)).as_text()
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS["zero3"], LAYOUTS["hsdp auto"], *TENSOR_LAYOUTS.values()])
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS["zero3"], LAYOUTS["hsdp auto"], *TENSOR_LAYOUTS.values()]
+)
 def test_a_float32_run_is_the_same_program(layout):
-    assert program(dtype="float32", reduce_dtype="float32", **layout) == program(dtype="float32", **layout)
+    assert program(dtype="float32", reduce_dtype="float32", **layout) == program(
+        dtype="float32", **layout
+    )
 
 
 def test_a_bfloat16_run_is_not():
-    assert program(dtype="bfloat16", reduce_dtype="float32", fsdp=8) != program(dtype="bfloat16", fsdp=8)
+    assert program(dtype="bfloat16", reduce_dtype="float32", fsdp=8) != program(
+        dtype="bfloat16", fsdp=8
+    )

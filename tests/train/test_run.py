@@ -19,12 +19,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxscale.config import CheckpointConfig, Config, DataConfig, Dtype, EvalConfig, LogConfig, MeshConfig, SampleConfig
+from jaxscale.compile import fit
+from jaxscale.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    Dtype,
+    EvalConfig,
+    LogConfig,
+    MeshConfig,
+    SampleConfig,
+)
 from jaxscale.data.loader import Corpus
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
-from jaxscale.train import fit, loop
+from jaxscale.train import loop
 from jaxscale.train.loop import train
 
 ROOT = Path(__file__).parents[2]
@@ -37,14 +47,18 @@ LOSS_RTOL = 1e-5
 def run_config(text: Path, **changes) -> Config:
     return dataclasses.replace(
         Config(
-            model=llama.Config(vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64),
+            model=llama.Config(
+                vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64
+            ),
             optim=adamw.Config(),
             schedule=cosine.Config(peak=3e-3, warmup_steps=2),
             steps=12,
             batch_size=8,
             seq_len=32,
             dtype=Dtype.FLOAT32,
-            data=DataConfig(path=str(text / "*.txt"), cache_dir=str(text / "cache"), eval_fraction=0.3),
+            data=DataConfig(
+                path=str(text / "*.txt"), cache_dir=str(text / "cache"), eval_fraction=0.3
+            ),
             checkpoint=CheckpointConfig(every=2, keep_last=9),
             evaluation=EvalConfig(batches=1),
             sample=SampleConfig(tokens=0),
@@ -71,8 +85,8 @@ def get_config(arg=""):
 # Runs the script slowly enough to be hit, and ends it at the moment argv[1] names, as kill -9 would.
 SLOW_SCRIPT = """
 import os, runpy, signal, sys, time
-from jaxscale.checkpoint import Checkpointer
-from jaxscale.metrics import Meter
+from jaxscale.checkpoint.checkpointer import Checkpointer
+from jaxscale.metrics.meter import Meter
 
 moment = sys.argv[1]
 sys.argv = sys.argv[2:]
@@ -109,7 +123,9 @@ def text(tmp_path_factory):
     """A folder of small text files, and the run's config.py."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(12):
-        (folder / f"{number}.txt").write_text(f"The cat {number} sat on the mat and looked at the moon. " * 12)
+        (folder / f"{number}.txt").write_text(
+            f"The cat {number} sat on the mat and looked at the moon. " * 12
+        )
     (folder / "config.py").write_text(CONFIG_FILE.format(path=__file__, text=str(folder)))
     return folder
 
@@ -157,7 +173,11 @@ def found(pattern, text) -> tuple[str, ...]:
 
 def records(workdir):
     path = Path(workdir) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def losses(workdir):
@@ -168,13 +188,19 @@ def losses(workdir):
 
 
 def eval_losses(workdir):
-    pairs = [(record["step"], record["eval_loss"]) for record in records(workdir) if "eval_loss" in record]
+    pairs = [
+        (record["step"], record["eval_loss"])
+        for record in records(workdir)
+        if "eval_loss" in record
+    ]
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
 
 
 def saved_steps(workdir):
-    return sorted(int(path.name) for path in (Path(workdir) / "checkpoints").iterdir() if path.name.isdigit())
+    return sorted(
+        int(path.name) for path in (Path(workdir) / "checkpoints").iterdir() if path.name.isdigit()
+    )
 
 
 def wait_for_records(process, workdir, number):
@@ -197,7 +223,9 @@ def undisturbed(text, tmp_path_factory):
     return workdir
 
 
-def test_killed_at_any_moment_the_same_command_gives_the_same_losses_bit_for_bit(start, undisturbed, tmp_path):
+def test_killed_at_any_moment_the_same_command_gives_the_same_losses_bit_for_bit(
+    start, undisturbed, tmp_path
+):
     draw = random.Random(time.time_ns())
     moments = ["", f"saving {draw.choice([4, 6])}", f"renaming {draw.choice([6, 8])}"]
     print(moments)
@@ -259,7 +287,10 @@ def test_interrupted_before_the_first_step_it_stops_there(text, tmp_path, monkey
     monkeypatch.setattr(fit.Step, "__call__", lambda *arguments: pytest.fail("a step was run"))
     stopped = tell(run_config(text), tmp_path)
     assert stopped.outcome.interrupted and stopped.outcome.step == 0
-    assert "stopped at step 0 of 12 before the first; start again with: python train.py" in stopped.said
+    assert (
+        "stopped at step 0 of 12 before the first; start again with: python train.py"
+        in stopped.said
+    )
     assert saved_steps(tmp_path) == []
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
@@ -276,11 +307,16 @@ def start_two(start, workdir, *arguments):
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": "2",
     }
-    return [start(workdir, *arguments, devices=4, **shared, JAX_PROCESS_ID=str(number)) for number in range(2)]
+    return [
+        start(workdir, *arguments, devices=4, **shared, JAX_PROCESS_ID=str(number))
+        for number in range(2)
+    ]
 
 
 @pytest.mark.slow
-def test_two_processes_stop_together_when_one_is_told_and_train_like_one(start, undisturbed, tmp_path):
+def test_two_processes_stop_together_when_one_is_told_and_train_like_one(
+    start, undisturbed, tmp_path
+):
     both = start_two(start, tmp_path)
     wait_for_records(both[0], tmp_path, 2)
     both[1].send_signal(signal.SIGTERM)  # the one that does not lead
@@ -310,7 +346,9 @@ def continued_from(step, source, workdir):
     return workdir
 
 
-def test_continued_on_the_same_mesh_the_losses_are_the_same_bit_for_bit(text, undisturbed, tmp_path):
+def test_continued_on_the_same_mesh_the_losses_are_the_same_bit_for_bit(
+    text, undisturbed, tmp_path
+):
     workdir = continued_from(6, undisturbed, tmp_path / "run")
     outcome = train(run_config(text), workdir)
     assert outcome.step == 12 and not outcome.interrupted
@@ -366,7 +404,9 @@ def test_the_held_out_loss_is_told_before_and_after_beside_the_unigram_entropy(t
     assert told.outcome.last_loss < told.outcome.first_loss
     # An untrained model knows nothing: all ids are as likely. (The z-loss may be part of it.)
     assert -0.1 < told.outcome.first_loss - math.log(257) < 0.4
-    loss, entropy = found(r"held-out loss at step 0: ([\d.]+) nats/token \(unigram entropy ([\d.]+)\)", told.said)
+    loss, entropy = found(
+        r"held-out loss at step 0: ([\d.]+) nats/token \(unigram entropy ([\d.]+)\)", told.said
+    )
     assert float(loss) == round(told.outcome.first_loss, 4)
     assert 2 < float(entropy) < math.log(30)  # some 20 letters, unevenly
     assert (
@@ -423,11 +463,17 @@ def test_a_finished_run_goes_on_when_steps_is_raised(told, tmp_path):
     assert more.outcome.first_loss == told.outcome.last_loss
 
 
-def test_without_checkpoints_nothing_is_saved_and_no_continuation_is_promised(text, tmp_path, monkeypatch):
+def test_without_checkpoints_nothing_is_saved_and_no_continuation_is_promised(
+    text, tmp_path, monkeypatch
+):
     off = CheckpointConfig(enabled=False)
     run = tell(run_config(text, steps=3, checkpoint=off), tmp_path)
     assert run.outcome.step == 3 and list(losses(tmp_path)) == [1, 2, 3]
-    assert saved_steps(tmp_path) == [] and "train on with" not in run.said and "checkpoints/" not in run.said
+    assert (
+        saved_steps(tmp_path) == []
+        and "train on with" not in run.said
+        and "checkpoints/" not in run.said
+    )
 
     monkeypatch.setattr(loop, "interrupts", lambda: contextlib.nullcontext(lambda: True))
     stopped = tell(run_config(text, steps=3, checkpoint=off), tmp_path)
@@ -444,13 +490,16 @@ def test_a_poisoned_state_is_not_saved_and_the_step_is_named(text, tmp_path, mon
 
     monkeypatch.setattr(fit.Step, "__call__", poisoned)
     with pytest.raises(
-        loop.NonFiniteError, match="step 6: loss is nan. The run stopped; the last checkpoint is of step 3"
+        loop.NonFiniteError,
+        match="step 6: loss is nan. The run stopped; the last checkpoint is of step 3",
     ):
         train(run_config(text, checkpoint=CheckpointConfig(every=3)), tmp_path)
     assert saved_steps(tmp_path) == [3] and list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_first_step_is_on_record_at_once_and_the_others_one_step_late(text, tmp_path, monkeypatch):
+def test_the_first_step_is_on_record_at_once_and_the_others_one_step_late(
+    text, tmp_path, monkeypatch
+):
     step, known = fit.Step.__call__, []
 
     def noting(self, state, batch):

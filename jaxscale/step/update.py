@@ -8,7 +8,7 @@ from flax import nnx
 from jaxscale import sharding as shd
 from jaxscale.data.batch import Batch
 from jaxscale.ops.loss import cross_entropy
-from jaxscale.train.state import Plan, TrainState
+from jaxscale.step.state import Plan, TrainState
 
 # Arrays of a Batch are [microbatches, rows, seq].
 BATCH_AXES = "_ batch seq"
@@ -28,11 +28,19 @@ def make_train_step(plan: Plan) -> jax.stages.Wrapped:
             params, opt_state, grad_norm = _update(plan, state, gradients)
             with jax.numpy_dtype_promotion("standard"):
                 learning_rate = jnp.asarray(plan.schedule(state.step), jnp.float32)
-        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, "tokens": num_tokens}
+        metrics = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "tokens": num_tokens,
+        }
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return jax.jit(
-        train_step, donate_argnums=0, out_shardings=(plan.shardings, None), compiler_options=plan.compiler_options
+        train_step,
+        donate_argnums=0,
+        out_shardings=(plan.shardings, None),
+        compiler_options=plan.compiler_options,
     )
 
 
@@ -70,9 +78,9 @@ def _accumulate(plan: Plan, params, batch: Batch, num_tokens):
 
     def one(microbatch):
         weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
-        loss, gradients = jax.value_and_grad(lambda p: _loss(plan, p, microbatch, z_loss=plan.config.z_loss) * weight)(
-            params
-        )
+        loss, gradients = jax.value_and_grad(
+            lambda p: _loss(plan, p, microbatch, z_loss=plan.config.z_loss) * weight
+        )(params)
         return loss, shd.reshard(gradients, plan.gradient_shardings)
 
     if batch.tokens.shape[0] == 1:
@@ -92,4 +100,6 @@ def _loss(plan: Plan, params, batch: Batch, *, z_loss: float):
     # The scopes (also `optimizer`, `embedding`, `attention`) are what jaxscale/anatomy.py tells the parts of a step by.
     with jax.named_scope("loss"):
         dtype = jnp.dtype(config.dtype)
-        return cross_entropy(x_BSD, model.head(), batch.targets, config.model.vocab_size, z_loss, dtype)
+        return cross_entropy(
+            x_BSD, model.head(), batch.targets, config.model.vocab_size, z_loss, dtype
+        )

@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxscale.hlo_names import Program, owners, programs, with_names
-from jaxscale.kernel_kinds import COMPUTE, Kernel, classify
+from jaxscale.perf.categories import COMPUTE, Kernel, classify
+from jaxscale.perf.graph_names import Program, owners, programs, with_names
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,16 @@ def read(path: str | Path) -> Trace:
             planes = list(jax.profiler.ProfileData.from_serialized_xspace(data).planes)
         except RuntimeError as error:
             raise ValueError(f"{file} is not a profile: {error}") from None
-        gpus = {int(match[1]): plane for plane in planes if (match := re.fullmatch(r"/device:GPU:(\d+)", plane.name))}
+        gpus = {
+            int(match[1]): plane
+            for plane in planes
+            if (match := re.fullmatch(r"/device:GPU:(\d+)", plane.name))
+        }
         launches = {device: found for device, plane in gpus.items() if (found := _launches(plane))}
     if not launches:
-        why = "no kernels: CUPTI recorded none" if gpus else "no GPU: a CPU's trace cannot be divided"
+        why = (
+            "no kernels: CUPTI recorded none" if gpus else "no GPU: a CPU's trace cannot be divided"
+        )
         raise ValueError(
             f"{file} has {why}; trace some steps on a GPU, by --config.profile.steps=3 or under "
             "jax.profiler.trace(folder)"
@@ -69,7 +75,11 @@ def read(path: str | Path) -> Trace:
     return Trace(
         str(path),
         {device: _events(_named(each, compiled, labels)) for device, each in launches.items()},
-        {(labels[number], op): size for number, each in compiled.items() for op, size in each.message_bytes.items()},
+        {
+            (labels[number], op): size
+            for number, each in compiled.items()
+            for op, size in each.message_bytes.items()
+        },
     )
 
 
@@ -77,7 +87,8 @@ def _labels(compiled: dict[int, Program]) -> dict[int, str]:
     """Their names; with their numbers where a trace has two of a name, as of a step that was compiled anew."""
     count = Counter(each.name for each in compiled.values())
     return {
-        number: each.name if count[each.name] == 1 else f"{each.name}({number})" for number, each in compiled.items()
+        number: each.name if count[each.name] == 1 else f"{each.name}({number})"
+        for number, each in compiled.items()
     }
 
 
@@ -111,7 +122,10 @@ def _launches(plane) -> list[_Launch]:
             if event.duration_ns <= 0:  # allocations and the like
                 continue
             stats = dict(event.stats)
-            op_name, hlo_op = str(stats.get("name") or stats.get("tf_op") or ""), str(stats.get("hlo_op", ""))
+            op_name, hlo_op = (
+                str(stats.get("name") or stats.get("tf_op") or ""),
+                str(stats.get("hlo_op", "")),
+            )
             in_graph = hlo_op.startswith("command_buffer")
             kernel = Kernel(
                 event.name,
@@ -126,14 +140,19 @@ def _launches(plane) -> list[_Launch]:
     return sorted(found, key=lambda launch: launch.start)
 
 
-def _named(launches: list[_Launch], compiled: dict[int, Program], labels: dict[int, str]) -> list[_Launch]:
+def _named(
+    launches: list[_Launch], compiled: dict[int, Program], labels: dict[int, str]
+) -> list[_Launch]:
     """With what the programs tell of the kernels."""
     launches = list(launches)
     for number, program in compiled.items():
         places = [at for at, launch in enumerate(launches) if launch.program == number]
         stream = _computing_stream([launches[at] for at in places])
         computing = [at for at in places if launches[at].stream == stream]
-        owner = {computing[at]: op for at, op in owners(program, [launches[at].kernel for at in computing])}
+        owner = {
+            computing[at]: op
+            for at, op in owners(program, [launches[at].kernel for at in computing])
+        }
         for at in places:
             kernel = with_names(program, launches[at].kernel, owner.get(at))
             launches[at] = replace(launches[at], kernel=replace(kernel, module=labels[number]))

@@ -23,13 +23,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxscale
-from jaxscale import checksums, distributed
 from jaxscale import config as run_config
+from jaxscale import distributed
 from jaxscale import sharding as shd
+from jaxscale.checkpoint import checksums
 from jaxscale.config import Config, Remat
 from jaxscale.data.batch import Batch
-from jaxscale.train.state import Plan, abstract_state, make_plan
-from jaxscale.train.step import BATCH_AXES, make_train_step
+from jaxscale.step.state import Plan, abstract_state, make_plan
+from jaxscale.step.update import BATCH_AXES, make_train_step
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,17 @@ RECOMPUTED = re.compile(r"%[\w.-]+\.remat[\d.]* = ")
 SETTINGS, TRIES = 3, 12
 LEANEST = {"remat": Remat.FULL.value, "scan_unroll": 1}
 # Parts of the config that do not change how much memory a step takes.
-NO_MEMORY = ("steps", "seed", "schedule", "data", "checkpoint", "evaluation", "sample", "log", "profile")
+NO_MEMORY = (
+    "steps",
+    "seed",
+    "schedule",
+    "data",
+    "checkpoint",
+    "evaluation",
+    "sample",
+    "log",
+    "profile",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +90,9 @@ class Step:
 Compile = Callable[[Plan], Step]
 
 
-def compile_to_fit(plan: Plan, *, pool_gib: float | None = None, compiler_options: dict | None = None) -> Step:
+def compile_to_fit(
+    plan: Plan, *, pool_gib: float | None = None, compiler_options: dict | None = None
+) -> Step:
     """The run's step, with remat chosen if it is `auto`: at most three compilations, one where the choice is kept from before.
 
     pool_gib: what JAX has on each device; asked of the devices unless given. Every process calls it, and all choose alike.
@@ -90,7 +103,9 @@ def compile_to_fit(plan: Plan, *, pool_gib: float | None = None, compiler_option
     compile = functools.partial(compile_plan, compiler_options=compiler_options)
     step = _choose(plan, compile, pool_gib) if plan.config.remat == Remat.AUTO else compile(plan)
     if step.memory_gib > USABLE * pool_gib:
-        raise ValueError(_refusal(step, pool_gib, _settings_that_fit(step, compile, USABLE * pool_gib)))
+        raise ValueError(
+            _refusal(step, pool_gib, _settings_that_fit(step, compile, USABLE * pool_gib))
+        )
     _tell(step, pool_gib)
     return dataclasses.replace(step, compile_seconds=time.perf_counter() - began)
 
@@ -122,7 +137,10 @@ def compile_plan(plan: Plan, *, compiler_options: dict | None = None) -> Step:
         compiled = None
     memory, state, recomputed = math.inf, 0.0, 0.0
     if compiled is not None:
-        memory, state = predicted_memory_gib(compiled), _analysis(compiled).argument_size_in_bytes / 2**30
+        memory, state = (
+            predicted_memory_gib(compiled),
+            _analysis(compiled).argument_size_in_bytes / 2**30,
+        )
         recomputed = float(len(RECOMPUTED.findall(compiled.as_text() or "")))
     memory, state, recomputed = _agreed(plan.mesh, memory, state, recomputed)
     return Step(plan, compiled, memory, state, int(recomputed))
@@ -138,8 +156,14 @@ def compile_step(plan: Plan, *, compiler_options: dict | None = None) -> jax.sta
 def abstract_batch(plan: Plan) -> Batch:
     """Shapes, dtypes and shardings of a batch."""
     config = plan.config
-    shape = (config.grad_accumulation, config.batch_size // config.grad_accumulation, config.seq_len)
-    array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(plan.mesh, plan.rules.spec(BATCH_AXES)))
+    shape = (
+        config.grad_accumulation,
+        config.batch_size // config.grad_accumulation,
+        config.seq_len,
+    )
+    array = jax.ShapeDtypeStruct(
+        shape, jnp.int32, sharding=NamedSharding(plan.mesh, plan.rules.spec(BATCH_AXES))
+    )
     return Batch(array, array, array, array)
 
 
@@ -187,7 +211,10 @@ def _choose(plan: Plan, compile: Compile, pool_gib: float) -> Step:
     """The choice kept from before if it holds, else a new one, which is kept."""
     if kept := _read_choice(plan, pool_gib):
         step = compile(_with_remat(plan, kept[0]))
-        if step.memory_gib <= USABLE * pool_gib and abs(step.memory_gib / kept[1] - 1) <= KEPT_TOLERANCE:
+        if (
+            step.memory_gib <= USABLE * pool_gib
+            and abs(step.memory_gib / kept[1] - 1) <= KEPT_TOLERANCE
+        ):
             return step
     step = _richest(plan, compile, USABLE * pool_gib)
     _keep_choice(plan, pool_gib, step)
@@ -228,7 +255,10 @@ def _read_choice(plan: Plan, pool_gib: float) -> tuple[Remat, float] | None:
     if math.isfinite(pool_gib) and distributed.is_lead():
         try:
             record = json.loads(_choice_path(plan, pool_gib).read_text())
-            index, memory = float(POLICIES.index(record["remat"])), float(record["predicted_memory_gib"])
+            index, memory = (
+                float(POLICIES.index(record["remat"])),
+                float(record["predicted_memory_gib"]),
+            )
         except (OSError, ValueError, KeyError, TypeError):  # none kept, or damaged: chosen anew
             pass
     index, memory = _agreed(plan.mesh, index, memory)
@@ -242,9 +272,13 @@ def _keep_choice(plan: Plan, pool_gib: float, step: Step) -> None:
     path = _choice_path(plan, pool_gib)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        checksums.write_atomically(path, checksums.to_json(record | {"key": _choice_key(plan, pool_gib)}))
+        checksums.write_atomically(
+            path, checksums.to_json(record | {"key": _choice_key(plan, pool_gib)})
+        )
     except OSError as error:
-        log.warning("the choice of remat is not kept for the next start: %s (%s)", path, error.strerror)
+        log.warning(
+            "the choice of remat is not kept for the next start: %s (%s)", path, error.strerror
+        )
 
 
 def _choice_path(plan: Plan, pool_gib: float) -> Path:
@@ -255,7 +289,9 @@ def _choice_path(plan: Plan, pool_gib: float) -> Path:
 
 def _choice_key(plan: Plan, pool_gib: float) -> dict[str, Any]:
     """All that the step's memory depends on, but for the code, whose changes KEPT_TOLERANCE finds."""
-    config = {key: value for key, value in run_config.to_json(plan.config).items() if key not in NO_MEMORY}
+    config = {
+        key: value for key, value in run_config.to_json(plan.config).items() if key not in NO_MEMORY
+    }
     return {
         "config": config,
         "max_documents_per_row": plan.config.data.max_documents_per_row,
@@ -273,14 +309,24 @@ def _choice_key(plan: Plan, pool_gib: float) -> dict[str, Any]:
 
 def _refusal(step: Step, pool_gib: float, settings: list[str]) -> str:
     plan = step.plan
-    remat = "" if plan.config.remat == plan.execution.remat else f" with {plan.execution.remat.value!r}"
-    need = f"{step.memory_gib:.1f} GiB" if math.isfinite(step.memory_gib) else "more memory than XLA had to compile it"
+    remat = (
+        "" if plan.config.remat == plan.execution.remat else f" with {plan.execution.remat.value!r}"
+    )
+    need = (
+        f"{step.memory_gib:.1f} GiB"
+        if math.isfinite(step.memory_gib)
+        else "more memory than XLA had to compile it"
+    )
     few = f"; more devices take a part of the state each, of which {step.state_gib:.1f} GiB is on each of {plan.mesh.size} now"
     return (
         f"config.remat={plan.config.remat.value!r} cannot fit: the step{remat} needs {need} on each device, and of the "
         f"{pool_gib:.1f} GiB that JAX has on {plan.mesh.devices.flat[0].device_kind} it can use "
         f"{USABLE * pool_gib:.1f} ({USABLE:.0%}). "
-        + (f"These fit: {', '.join(settings)}" if settings else "No other setting that was tried fits")
+        + (
+            f"These fit: {', '.join(settings)}"
+            if settings
+            else "No other setting that was tried fits"
+        )
         + (few if len(settings) < SETTINGS else "")
     )
 
@@ -308,7 +354,9 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     """Changes of the config: first of one thing, what leaves the training as it is before what does not; mild before strong."""
     config, sizes = plan.config, plan.mesh.shape
     policies = (Remat.NONE, *POLICIES)
-    yield from ({"remat": remat.value} for remat in policies[policies.index(plan.execution.remat) + 1 :])
+    yield from (
+        {"remat": remat.value} for remat in policies[policies.index(plan.execution.remat) + 1 :]
+    )
     if config.scan_unroll > 1:
         yield {"scan_unroll": 1}
     if config.mesh.zero < 3 and sizes["fsdp"] > 1:
@@ -318,7 +366,11 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     if sizes["data"] > 1:
         yield {"mesh.data": 1, "mesh.fsdp": sizes["data"] * sizes["fsdp"]}
     yield from _fewer_tokens(config)
-    leanest = {key: value for key, value in LEANEST.items() if run_config.get(config, key) not in (value, Remat.AUTO)}
+    leanest = {
+        key: value
+        for key, value in LEANEST.items()
+        if run_config.get(config, key) not in (value, Remat.AUTO)
+    }
     if leanest:
         yield leanest
         yield from (leanest | changes for changes in _fewer_tokens(config))
@@ -326,7 +378,9 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
 
 def _fewer_tokens(config: Config) -> Iterator[dict[str, Any]]:
     """In a microbatch."""
-    yield from ({"grad_accumulation": config.grad_accumulation * factor} for factor in (2, 4, 8, 16))
+    yield from (
+        {"grad_accumulation": config.grad_accumulation * factor} for factor in (2, 4, 8, 16)
+    )
     yield from ({"batch_size": config.batch_size // factor} for factor in (2, 4, 8, 16))
     yield from ({"seq_len": config.seq_len // factor} for factor in (2, 4, 8, 16))
 
@@ -351,7 +405,9 @@ def _at_least(step: Step, plan: Plan) -> float:
     old, new = step.plan.config, plan.config
     if new.mesh != old.mesh:
         return 0.0
-    if (new.remat, new.scan_unroll) != (old.remat, old.scan_unroll) or not math.isfinite(step.memory_gib):
+    if (new.remat, new.scan_unroll) != (old.remat, old.scan_unroll) or not math.isfinite(
+        step.memory_gib
+    ):
         return step.state_gib
     share = _activations(new) / _activations(old)
     return step.state_gib + share * (step.memory_gib - step.state_gib)

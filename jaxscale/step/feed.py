@@ -11,8 +11,8 @@ from jaxscale import sharding as shd
 from jaxscale.data.batch import Batch
 from jaxscale.data.loader import batches
 from jaxscale.data.rows import TokenRows
-from jaxscale.train.state import Plan
-from jaxscale.train.step import BATCH_AXES
+from jaxscale.step.state import Plan
+from jaxscale.step.update import BATCH_AXES
 
 
 def device_batches(plan: Plan, rows: TokenRows, *, start: int) -> Generator[Batch, None, None]:

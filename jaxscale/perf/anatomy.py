@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxscale.kernel_kinds import CATEGORIES, COMPUTE, Kernel, classify, collective_kind
-from jaxscale.xplane import Events, Trace
-from jaxscale.xplane import read as read
+from jaxscale.perf.categories import CATEGORIES, COMPUTE, Kernel, classify, collective_kind
+from jaxscale.perf.trace import Events, Trace
+from jaxscale.perf.trace import read as read
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ class Anatomy:
     seconds: dict[str, float]
     hidden_communication_seconds: float
     graph_seconds: float  # of computing kernels that CUDA graphs launched
-    unattributed_seconds: float  # of computing kernels whose op name is not known: no scope can claim them
+    unattributed_seconds: (
+        float  # of computing kernels whose op name is not known: no scope can claim them
+    )
     collectives: tuple[Collective, ...]
     kernels: tuple[KernelTime, ...]  # longest first
 
@@ -96,11 +98,15 @@ def anatomy(trace: Trace, device: int | None = None) -> Anatomy:
     Raises ValueError for a device that the trace does not hold.
     """
     divisions = {number: _divide(events) for number, events in trace.devices.items()}
-    loads = tuple(Load(number, each.compute, sum(each.exposed.values())) for number, each in divisions.items())
+    loads = tuple(
+        Load(number, each.compute, sum(each.exposed.values())) for number, each in divisions.items()
+    )
     if device is None:
         device = max(loads, key=lambda load: load.compute_seconds).device
     if device not in trace.devices:
-        raise ValueError(f"device={device} is not in {trace.name}, which holds {', '.join(map(str, trace.devices))}")
+        raise ValueError(
+            f"device={device} is not in {trace.name}, which holds {', '.join(map(str, trace.devices))}"
+        )
     division = divisions[device]
     step_seconds = np.diff(division.marks) * 1e-9
     launches = _launches(trace.devices[device], division)
@@ -118,7 +124,9 @@ def anatomy(trace: Trace, device: int | None = None) -> Anatomy:
         hidden_communication_seconds=division.hidden,
         graph_seconds=sum(each.seconds for each in computing if each.kernel.graph),
         unattributed_seconds=sum(each.seconds for each in computing if not each.kernel.op_name),
-        collectives=_collectives(launches, division.exposed, trace.message_bytes, _transfers(trace, device, division)),
+        collectives=_collectives(
+            launches, division.exposed, trace.message_bytes, _transfers(trace, device, division)
+        ),
         kernels=_kernel_times(launches),
     )
 
@@ -150,7 +158,11 @@ def partition(
         time_G[tier_G == tier] = share_I @ running_IG[:, tier_G == tier]
         is_free_I &= running_IT[:, tier] == 0
     hidden = length_I[(running_IT[:, 2] > 0) & (running_IT[:, :2].sum(1) > 0)].sum()
-    return dict(zip(names.tolist(), time_G.tolist(), strict=True)), float(hidden), float(length_I[is_free_I].sum())
+    return (
+        dict(zip(names.tolist(), time_G.tolist(), strict=True)),
+        float(hidden),
+        float(length_I[is_free_I].sum()),
+    )
 
 
 def _tier(group: str) -> int:
@@ -194,10 +206,20 @@ def table(anatomies: Anatomy | Sequence[Anatomy], *, top: int = 20) -> str:
         lines.append(_row(label, anatomies, [each.seconds[category] for each in anatomies]))
     lines.append(_row("the step", anatomies, [each.step_seconds for each in anatomies]))
     lines.append(
-        _row("besides: collectives, hidden", anatomies, [each.hidden_communication_seconds for each in anatomies])
+        _row(
+            "besides: collectives, hidden",
+            anatomies,
+            [each.hidden_communication_seconds for each in anatomies],
+        )
     )
     for number, each in enumerate(anatomies, 1):
-        lines += ["", f"[{number}] {each.name}", *_notes(each), *_collective_lines(each), *_kernel_lines(each, top)]
+        lines += [
+            "",
+            f"[{number}] {each.name}",
+            *_notes(each),
+            *_collective_lines(each),
+            *_kernel_lines(each, top),
+        ]
     return "\n".join(lines)
 
 
@@ -210,12 +232,16 @@ def plot(anatomies: Anatomy | Sequence[Anatomy], path: str | Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError(f"drawing needs matplotlib ({error}): pip install 'jaxscale[plot]'") from None
+        raise ValueError(
+            f"drawing needs matplotlib ({error}): pip install 'jaxscale[plot]'"
+        ) from None
     anatomies = _many(anatomies)
     figure = Figure(figsize=(4.5 + 2 * len(anatomies), 6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    colors = {category: f"C{number}" for number, category in enumerate(CATEGORIES) if category != "idle"}
+    colors = {
+        category: f"C{number}" for number, category in enumerate(CATEGORIES) if category != "idle"
+    }
     # Matplotlib has ten colours; the eleventh row is nothing at all.
     colors |= {"idle": "whitesmoke"}
     highest = max(each.step_seconds for each in anatomies) * 1e3
@@ -223,10 +249,15 @@ def plot(anatomies: Anatomy | Sequence[Anatomy], path: str | Path) -> None:
     places = np.arange(len(anatomies))
     for category, label in CATEGORIES.items():
         height = np.array([each.seconds[category] * 1e3 for each in anatomies])
-        bars = axes.bar(places, height, 0.5, bottom, color=colors[category], edgecolor="white", label=label)
+        bars = axes.bar(
+            places, height, 0.5, bottom, color=colors[category], edgecolor="white", label=label
+        )
         # Thinner parts than 3% of the highest bar have no room for a number.
         axes.bar_label(
-            bars, [f"{ms:,.1f}" if ms > 0.03 * highest else "" for ms in height], label_type="center", fontsize=8
+            bars,
+            [f"{ms:,.1f}" if ms > 0.03 * highest else "" for ms in height],
+            label_type="center",
+            fontsize=8,
         )
         bottom += height
     exposed = np.array([each.seconds["communication_exposed"] * 1e3 for each in anatomies])
@@ -234,9 +265,18 @@ def plot(anatomies: Anatomy | Sequence[Anatomy], path: str | Path) -> None:
     color = colors["communication_exposed"]
     axes.bar(places + 0.35, exposed, 0.12, color=color)
     axes.bar(
-        places + 0.35, hidden, 0.12, exposed, color="white", edgecolor=color, hatch="///", label="collectives, hidden"
+        places + 0.35,
+        hidden,
+        0.12,
+        exposed,
+        color="white",
+        edgecolor=color,
+        hatch="///",
+        label="collectives, hidden",
     )
-    axes.set_xticks(places, [f"{each.name[-40:]}\n{each.step_seconds * 1e3:,.1f} ms" for each in anatomies])
+    axes.set_xticks(
+        places, [f"{each.name[-40:]}\n{each.step_seconds * 1e3:,.1f} ms" for each in anatomies]
+    )
     axes.set_ylabel("milliseconds of a step")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
@@ -295,7 +335,10 @@ def _main_module(events: Events) -> tuple[str, np.ndarray]:
 
 def _recorded_K(events: Events) -> np.ndarray:
     """Numbers of the kernels, the same for those that differ in names which were found: not each run finds all."""
-    recorded = [replace(kernel, hlo_op="", op_name="") if kernel.graph else kernel for kernel in events.kernels]
+    recorded = [
+        replace(kernel, hlo_op="", op_name="") if kernel.graph else kernel
+        for kernel in events.kernels
+    ]
     numbers = {kernel: number for number, kernel in enumerate(recorded)}
     return np.array([numbers[kernel] for kernel in recorded])
 
@@ -310,7 +353,9 @@ def _launches(events: Events, division: _Division) -> list[_Launches]:
     is_inside_E = _are_inside(events.start_E, marks)
     index, num_steps = events.index_E[is_inside_E], len(marks) - 1
     calls = np.bincount(index, minlength=len(groups)) / num_steps
-    seconds = np.bincount(index, (events.end_E - events.start_E)[is_inside_E], len(groups)) * (1e-9 / num_steps)
+    seconds = np.bincount(index, (events.end_E - events.start_E)[is_inside_E], len(groups)) * (
+        1e-9 / num_steps
+    )
     rows = zip(events.kernels, groups, calls.tolist(), seconds.tolist(), strict=True)
     return [_Launches(*row) for row in rows if row[2]]
 
@@ -318,12 +363,18 @@ def _launches(events: Events, division: _Division) -> list[_Launches]:
 def _transfers(trace: Trace, device: int, division: _Division) -> dict[str, float | None]:
     """By kind of collective, as Collective has it."""
     events, marks = trace.devices[device], division.marks
-    found: dict[str, float | None] = dict.fromkeys(division.exposed, 0.0 if len(trace.devices) > 1 else None)
+    found: dict[str, float | None] = dict.fromkeys(
+        division.exposed, 0.0 if len(trace.devices) > 1 else None
+    )
     for kernel, kind in zip(events.kernels, division.groups, strict=True):
         if (before := found.get(kind)) is None:
             continue
-        start_C, end_C = (time_C[_are_inside(events.of(kernel)[0], marks)] for time_C in events.of(kernel))
-        lengths_GC = [_lengths_of_same(start_C, end_C, *each.of(kernel)) for each in trace.devices.values()]
+        start_C, end_C = (
+            time_C[_are_inside(events.of(kernel)[0], marks)] for time_C in events.of(kernel)
+        )
+        lengths_GC = [
+            _lengths_of_same(start_C, end_C, *each.of(kernel)) for each in trace.devices.values()
+        ]
         time = float(np.min(lengths_GC, axis=0).sum()) * 1e-9 / (len(marks) - 1)
         found[kind] = None if np.isnan(time) else before + time
     return found
@@ -337,12 +388,16 @@ def _lengths_of_same(start_C, end_C, start_X, end_X) -> np.ndarray:
     return np.where(start_X[same_C] < end_C, length_X[same_C], np.nan)
 
 
-def _collectives(launches, exposed: dict[str, float], message_bytes, transfers) -> tuple[Collective, ...]:
+def _collectives(
+    launches, exposed: dict[str, float], message_bytes, transfers
+) -> tuple[Collective, ...]:
     found = []
     for kind in sorted(exposed):
         of_kind = [each for each in launches if each.group == kind]
         sizes = [message_bytes.get((each.kernel.module, each.kernel.hlo_op)) for each in of_kind]
-        known = [each.calls * size for each, size in zip(of_kind, sizes, strict=True) if size is not None]
+        known = [
+            each.calls * size for each, size in zip(of_kind, sizes, strict=True) if size is not None
+        ]
         found.append(
             Collective(
                 kind,
@@ -388,16 +443,21 @@ def _title(each: Anatomy) -> str:
 
 def _heading(anatomies: Sequence[Anatomy]) -> str:
     heads = "".join(f"{f'[{number}] ms':>13}   share" for number in range(1, len(anatomies) + 1))
-    return f"{'a step':30}{heads}" + (f"{'[2] - [1] ms':>15}  change" if len(anatomies) == 2 else "")
+    return f"{'a step':30}{heads}" + (
+        f"{'[2] - [1] ms':>15}  change" if len(anatomies) == 2 else ""
+    )
 
 
 def _row(label: str, anatomies: Sequence[Anatomy], seconds: list[float]) -> str:
     cells = [
-        f"{value * 1e3:13,.2f}{value / each.step_seconds:8.1%}" for value, each in zip(seconds, anatomies, strict=True)
+        f"{value * 1e3:13,.2f}{value / each.step_seconds:8.1%}"
+        for value, each in zip(seconds, anatomies, strict=True)
     ]
     if len(seconds) == 2:
         before, after = seconds
-        cells.append(f"{(after - before) * 1e3:+15,.2f}" + (f"{after / before - 1:+8.1%}" if before else ""))
+        cells.append(
+            f"{(after - before) * 1e3:+15,.2f}" + (f"{after / before - 1:+8.1%}" if before else "")
+        )
     return f"{label:30}" + "".join(cells)
 
 
@@ -421,17 +481,39 @@ def _notes(each: Anatomy) -> Iterator[str]:
 
 
 def _collective_lines(each: Anatomy) -> Iterator[str]:
-    heads = {"calls": 9, "ms": 11, "exposed ms": 12, "GB": 9, "GB/s": 8, "transfer ms": 13, "waiting ms": 12}
+    heads = {
+        "calls": 9,
+        "ms": 11,
+        "exposed ms": 12,
+        "GB": 9,
+        "GB/s": 8,
+        "transfer ms": 13,
+        "waiting ms": 12,
+    }
     if len(each.loads) == 1:
         del heads["transfer ms"], heads["waiting ms"]
     if each.collectives:
         yield ""
-        yield f"{'collectives of a step':24}" + "".join(f"{head:>{width}}" for head, width in heads.items())
+        yield f"{'collectives of a step':24}" + "".join(
+            f"{head:>{width}}" for head, width in heads.items()
+        )
     for kind in each.collectives:
-        cells = [f"{kind.calls:,.4g}", f"{kind.seconds * 1e3:,.2f}", f"{kind.exposed_seconds * 1e3:,.2f}"]
+        cells = [
+            f"{kind.calls:,.4g}",
+            f"{kind.seconds * 1e3:,.2f}",
+            f"{kind.exposed_seconds * 1e3:,.2f}",
+        ]
         size, transfer = kind.bytes, kind.transfer_seconds
-        cells += ["-", "-"] if size is None else [f"{size / 1e9:.3f}", f"{size / 1e9 / kind.seconds:.1f}"]
-        cells += ["-", "-"] if transfer is None else [f"{x * 1e3:,.2f}" for x in (transfer, kind.seconds - transfer)]
+        cells += (
+            ["-", "-"]
+            if size is None
+            else [f"{size / 1e9:.3f}", f"{size / 1e9 / kind.seconds:.1f}"]
+        )
+        cells += (
+            ["-", "-"]
+            if transfer is None
+            else [f"{x * 1e3:,.2f}" for x in (transfer, kind.seconds - transfer)]
+        )
         # Of one GPU the last two have no head.
         yield f"{kind.kind:24}" + "".join(
             f"{cell:>{width}}" for cell, width in zip(cells, heads.values(), strict=False)

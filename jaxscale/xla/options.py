@@ -63,7 +63,10 @@ def _always(config: Any, sizes: dict[str, int]) -> bool:
 
 def _unrolled_fsdp(config: Any, sizes: dict[str, int]) -> bool:
     """FSDP and nothing else, all layers in one block of code."""
-    return sizes["fsdp"] == math.prod(sizes.values()) > 1 and config.scan_unroll == config.model.num_layers
+    return (
+        sizes["fsdp"] == math.prod(sizes.values()) > 1
+        and config.scan_unroll == config.model.num_layers
+    )
 
 
 def _a_layers_weights(config: Any, sizes: dict[str, int]) -> int:
@@ -132,12 +135,17 @@ OPTIONS: tuple[Option, ...] = (
 
 # The same setting in jaxlib 0.10.2 and in 0.11.2.
 _RENAMED = tuple(
-    ((f"xla_gpu_enable_pipelined_{kind}", on), (f"xla_gpu_pipeline_{kind}", f"COLLECTIVE_PIPELINING_MODE_{mode}"))
+    (
+        (f"xla_gpu_enable_pipelined_{kind}", on),
+        (f"xla_gpu_pipeline_{kind}", f"COLLECTIVE_PIPELINING_MODE_{mode}"),
+    )
     for kind in ("all_gather", "all_reduce", "reduce_scatter")
     for on, mode in ((True, "ON"), (False, "OFF"))
 )
 # (name, value) in one jaxlib -> (name, value) in another.
-TRANSLATIONS: dict[tuple[str, Any], tuple[str, Any]] = dict(_RENAMED) | {new: old for old, new in _RENAMED}
+TRANSLATIONS: dict[tuple[str, Any], tuple[str, Any]] = dict(_RENAMED) | {
+    new: old for old, new in _RENAMED
+}
 
 
 def set_environment() -> None:
@@ -166,11 +174,15 @@ def enable_compilation_cache() -> None:
         return
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # A folder for each version: XLA asks for it, as its autotuner does not look at the version of what it reads.
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(cache / "jaxscale" / "jax" / jax.__version__)
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(
+        cache / "jaxscale" / "jax" / jax.__version__
+    )
     if "://" not in folder:  # a bucket needs no folders
         try:
             # Where JAX has XLA's autotuner keep its results; XLA asks that it exist.
-            (Path(folder) / "xla_gpu_per_fusion_autotune_cache_dir").mkdir(parents=True, exist_ok=True)
+            (Path(folder) / "xla_gpu_per_fusion_autotune_cache_dir").mkdir(
+                parents=True, exist_ok=True
+            )
         except OSError as error:
             log.warning(
                 "%s cannot be made (%s): every start compiles anew; set JAX_COMPILATION_CACHE_DIR to another folder",
@@ -183,7 +195,9 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def compiler_options(config: Any, sizes: dict[str, int], *, platform: str, device_kind: str = "") -> dict[str, Any]:
+def compiler_options(
+    config: Any, sizes: dict[str, int], *, platform: str, device_kind: str = ""
+) -> dict[str, Any]:
     """For jax.jit of the train step: OPTIONS that apply, and config.xla_options, as the installed jaxlib names them.
 
     sizes: of the mesh axes; platform and device_kind: of the devices ("gpu", "NVIDIA H200"). What this jaxlib has not, or is
@@ -217,11 +231,17 @@ def _loading(path: Path) -> Option:
     )  # fmt: skip
 
 
-def _derived(options: Iterable[Option], config: Any, sizes: dict[str, int], platform: str) -> dict[str, Any]:
+def _derived(
+    options: Iterable[Option], config: Any, sizes: dict[str, int], platform: str
+) -> dict[str, Any]:
     flags = os.environ.get("XLA_FLAGS", "")
     known: dict[str, Any] = {}
     for option in options:
-        if not option.applies(config, sizes) or not _is_for(option.name, platform) or f"--{option.name}=" in flags:
+        if (
+            not option.applies(config, sizes)
+            or not _is_for(option.name, platform)
+            or f"--{option.name}=" in flags
+        ):
             continue
         try:
             known |= _as_installed(option.name, value := option.value_for(config, sizes))
@@ -253,7 +273,9 @@ def describe(options: dict[str, Any], config: Any, *, platform: str) -> str:
 
     options: `compiler_options` of this config.
     """
-    return "\n".join([*_variable_lines(platform), *_option_lines(options, _users(config.xla_options, platform))])
+    return "\n".join(
+        [*_variable_lines(platform), *_option_lines(options, _users(config.xla_options, platform))]
+    )
 
 
 def _variable_lines(platform: str) -> Iterator[str]:
@@ -269,7 +291,9 @@ def _variable_lines(platform: str) -> Iterator[str]:
 
 def _option_lines(options: dict[str, Any], users: dict[str, Any]) -> Iterator[str]:
     derived = {
-        name: option for option in (*OPTIONS, _loading(TARGETS)) for name, _ in _spellings(option.name, option.value)
+        name: option
+        for option in (*OPTIONS, _loading(TARGETS))
+        for name, _ in _spellings(option.name, option.value)
     }
     for name, value in options.items():
         if name in users:
@@ -318,9 +342,7 @@ _UNKNOWN = "unknown"
 _LEVELS = {"O0": 9, "O1": 19, "O2": 29, "O3": 39}
 # Options are read in order, and this one ends the reading: nothing is compiled, so that none has an effect here.
 _LAST = "xla_jaxscale_reads_no_further"
-_PROGRAM = (
-    "func.func public @main() -> tensor<i32> { %c = stablehlo.constant dense<0> : tensor<i32> return %c : tensor<i32> }"
-)
+_PROGRAM = "func.func public @main() -> tensor<i32> { %c = stablehlo.constant dense<0> : tensor<i32> return %c : tensor<i32> }"
 
 
 @functools.lru_cache(maxsize=None, typed=True)
@@ -333,8 +355,12 @@ def _refusal(name: str, value: Any) -> str | None:
     # A client of its own: JAX's would start those of all platforms. jaxlib and its GPU plugin have the same options.
     client: Any = xla_client.make_cpu_client()
     try:
-        client.compile_and_load(_PROGRAM, xla_client.DeviceList(tuple(client.local_devices())), options)
-    except Exception as error:  # if a later jaxlib says something else, it says it when the step is compiled
+        client.compile_and_load(
+            _PROGRAM, xla_client.DeviceList(tuple(client.local_devices())), options
+        )
+    except (
+        Exception
+    ) as error:  # if a later jaxlib says something else, it says it when the step is compiled
         said = str(error)
         if f"No such compile option: '{name}'" in said:
             return _UNKNOWN
@@ -357,11 +383,15 @@ def _without_unknown(flags: str) -> str:
     """XLA_FLAGS without those that the installed jaxlib has not, each named in the log."""
     said = _said_to(flags)
     if wrong := re.search(r"Couldn't interpret value (.*) for flag (\w+)", said):
-        raise ValueError(f"XLA_FLAGS: {wrong[1]!r} is not a value of --{wrong[2]}; correct it or take it out")
+        raise ValueError(
+            f"XLA_FLAGS: {wrong[1]!r} is not a value of --{wrong[2]}; correct it or take it out"
+        )
     unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", said)
     for name in re.findall(r"(?<!\S)--(\w+)", unknown[1]) if unknown else ():
         flags = re.sub(rf"""(?<!\S)--{name}(=("[^"]*"|'[^']*'|\S*))?(?!\S)""", "", flags)
-        _say(f"XLA_FLAGS: jaxlib {metadata.version('jaxlib')} has no --{name}=...; it is ignored{_hint(name)}")
+        _say(
+            f"XLA_FLAGS: jaxlib {metadata.version('jaxlib')} has no --{name}=...; it is ignored{_hint(name)}"
+        )
     return flags.strip()
 
 
@@ -391,7 +421,10 @@ def _known_names() -> frozenset[str]:
     library = Path(jaxlib.__path__[0]) / "libjax_common.so"
     if not library.exists():
         return frozenset()
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with (
+        library.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
         start = content.find(b"\n\x0dxla/xla.proto")
         description = content[start : start + 400_000] if start >= 0 else b""
     return frozenset(name.decode() for name in re.findall(rb"\n.(xla_\w+)\x18", description))

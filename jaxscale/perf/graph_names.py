@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from jaxscale.kernel_kinds import GEMM, Kernel, classify
+from jaxscale.perf.categories import GEMM, Kernel, classify
 
 # How far apart schedule and kernels may get and still be matched again, and how many must agree then.
 _REACH, _IN_STEP = 64, 4
@@ -54,7 +54,11 @@ class Program:
     @cached_property
     def keys(self) -> dict[str, str]:
         """The key by an instruction's name, and by that of the kernel which XLA names after it."""
-        by_kernel = {re.sub(r"\W", "_", each.name): each.key for each in self.schedule if each.kind == "other"}
+        by_kernel = {
+            re.sub(r"\W", "_", each.name): each.key
+            for each in self.schedule
+            if each.kind == "other"
+        }
         return by_kernel | {each.name: each.key for each in self.schedule}
 
     @cached_property
@@ -73,7 +77,9 @@ def with_names(program: Program, kernel: Kernel, owner: Instruction | None) -> K
         return replace(kernel, op_name=program.op_names.get(kernel.hlo_op) or kernel.op_name)
     if owner:
         return replace(kernel, hlo_op=owner.name, op_name=owner.op_name)
-    return replace(kernel, op_name=program.shared_op_names.get(program.keys.get(kernel.name, ""), ""))
+    return replace(
+        kernel, op_name=program.shared_op_names.get(program.keys.get(kernel.name, ""), "")
+    )
 
 
 def owners(program: Program, launches: Sequence[Kernel]) -> Iterator[tuple[int, Instruction]]:
@@ -88,7 +94,10 @@ def owners(program: Program, launches: Sequence[Kernel]) -> Iterator[tuple[int, 
             turn, landmark = divmod(i, len(landmarks))
             here = turn * len(program.schedule) + landmarks[landmark], seen[j][0]
             if before:
-                ops = [program.schedule[at % len(program.schedule)] for at in range(before[0] + 1, here[0])]
+                ops = [
+                    program.schedule[at % len(program.schedule)]
+                    for at in range(before[0] + 1, here[0])
+                ]
                 unknown = [at for at in range(before[1] + 1, here[1]) if not launches[at].hlo_op]
                 yield from _owners_between(program, ops, [(at, launches[at]) for at in unknown])
             yield here[1], program.schedule[landmarks[landmark]]
@@ -187,7 +196,10 @@ def _owners_between(
     all_fit = False
     # Calls of libraries if they fit by themselves; the rest, copies for one, if everything does.
     for together in (_LIBRARIES, _KINDS):
-        calls, kinds = [op for op in ops if op.kind in together], [part for _, part in parts if part in together]
+        calls, kinds = (
+            [op for op in ops if op.kind in together],
+            [part for _, part in parts if part in together],
+        )
         all_fit = [op.kind for op in calls] == kinds
         if all_fit:
             found |= zip([at for at, part in parts if part in together], calls, strict=True)
@@ -252,11 +264,16 @@ def _program(module: bytes) -> Program:
     field = _message(module)
     orders = dict(map(_order, fields(_last(field, 7, b""), 1)))
     computations = dict(_computation(each, orders) for each in field[3])
-    nodes = [(node, computation) for computation in computations.values() for node in computation.values()]
+    nodes = [
+        (node, computation)
+        for computation in computations.values()
+        for node in computation.values()
+    ]
     schedule = tuple(_launching(computations, _last(field, 6, 0)))
     return Program(
         _last(field, 1, b"").decode(),
-        op_names={node.name: node.op_name for node, _ in nodes} | {each.name: each.op_name for each in schedule},
+        op_names={node.name: node.op_name for node, _ in nodes}
+        | {each.name: each.op_name for each in schedule},
         message_bytes={
             node.name: _larger_side(node, computation)
             for node, computation in nodes
@@ -299,12 +316,16 @@ def _launching(computations: dict[int, _Computation], number: int) -> Iterator[I
     for node in computations.get(number, {}).values():
         if node.opcode == "while":
             turns = re.search(rb'"known_trip_count":\{"n":"(\d+)"', node.settings)
-            yield from list(_launching(computations, node.called[0])) * int(turns[1] if turns else 1)
+            yield from list(_launching(computations, node.called[0])) * int(
+                turns[1] if turns else 1
+            )
         elif node.opcode in ("call", "conditional", "async-start"):
             for each in node.called:
                 yield from _launching(computations, each)
         elif node.opcode not in _LAUNCHES_NOTHING and not _COLLECTIVE.match(node.opcode):
-            inside = [each for number in node.called for each in computations.get(number, {}).values()]
+            inside = [
+                each for number in node.called for each in computations.get(number, {}).values()
+            ]
             yield _instruction(node, inside)
 
 
@@ -316,15 +337,23 @@ def _instruction(node: _Node, inside: list[_Node]) -> Instruction:
     elif any("cudnn$fmha" in target for target in targets):
         kind = "attention"
     op_name = node.op_name or next((each.op_name for each in inside[::-1] if each.op_name), "")
-    return Instruction(node.name, op_name, kind, node.shared_name or node.name if kind == "other" else node.name)
+    return Instruction(
+        node.name, op_name, kind, node.shared_name or node.name if kind == "other" else node.name
+    )
 
 
 def _larger_side(node: _Node, computation: _Computation) -> int:
     """The bytes of the gathered array, of what is to be scattered, or of what is reduced."""
-    operands = sum(_shape_bytes(computation[number].shape) for number in node.operands if number in computation)
+    operands = sum(
+        _shape_bytes(computation[number].shape) for number in node.operands if number in computation
+    )
     # What starts a collective returns (operands, results).
     is_start = node.opcode.endswith("-start")
-    sides = [_shape_bytes(part) for part in fields(node.shape, 4)] if is_start else [_shape_bytes(node.shape)]
+    sides = (
+        [_shape_bytes(part) for part in fields(node.shape, 4)]
+        if is_start
+        else [_shape_bytes(node.shape)]
+    )
     return max([operands, *sides])
 
 
@@ -355,7 +384,11 @@ def _last(field: dict[int, list], number: int, default):
 
 def _numbers(values: list) -> list[int]:
     """Of a repeated field, packed or not."""
-    return [each for value in values for each in (_varints(value) if isinstance(value, bytes) else [value])]
+    return [
+        each
+        for value in values
+        for each in (_varints(value) if isinstance(value, bytes) else [value])
+    ]
 
 
 def _items(message) -> Iterator[tuple[int, int | bytes]]:

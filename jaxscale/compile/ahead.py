@@ -14,10 +14,10 @@ import jax
 from jax.experimental import topologies
 
 from jaxscale import config as run_config
-from jaxscale import xla
+from jaxscale.compile import fit
 from jaxscale.config import Config
-from jaxscale.train import fit
-from jaxscale.train.state import Plan, make_plan
+from jaxscale.step.state import Plan, make_plan
+from jaxscale.xla import options as xla
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 # Of a card's description; jaxlib 0.10.2 refuses fields it does not know.
@@ -43,7 +43,7 @@ def missing() -> str | None:
 
 
 def devices_of(target: str, *, hosts: int, gpus_per_host: int) -> list[jax.Device]:
-    """Devices that can be compiled for but not used; target: a name in jaxscale/targets, 'h100'.
+    """Devices that can be compiled for but not used; target: a name in jaxscale/xla/targets, 'h100'.
 
     Raises ValueError for an unknown target, or without the CUDA compiler.
     """
@@ -54,7 +54,11 @@ def devices_of(target: str, *, hosts: int, gpus_per_host: int) -> list[jax.Devic
     size = round(pool_gib(target) * 2**30 / XLA_SHARE)
     text = re.sub(r"device_memory_size: \d+", f"device_memory_size: {size}", _description(target))
     if jax.__version_info__ < (0, 11):
-        lines = [line for line in text.splitlines() if line.split(":")[0].strip() not in FIELDS_SINCE_JAX_0_11]
+        lines = [
+            line
+            for line in text.splitlines()
+            if line.split(":")[0].strip() not in FIELDS_SINCE_JAX_0_11
+        ]
         text = "\n".join(lines)
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=text, topology=f"1x{hosts}x{gpus_per_host}"
@@ -63,9 +67,11 @@ def devices_of(target: str, *, hosts: int, gpus_per_host: int) -> list[jax.Devic
 
 
 def _description(target: str) -> str:
-    folder = resources.files("jaxscale") / "targets"
+    folder = resources.files("jaxscale.xla") / "targets"
     names = sorted(
-        name.removesuffix(".txtpb") for file in folder.iterdir() if re.fullmatch(r"\w+\.txtpb", name := file.name)
+        name.removesuffix(".txtpb")
+        for file in folder.iterdir()
+        if re.fullmatch(r"\w+\.txtpb", name := file.name)
     )
     if target not in names:
         raise ValueError(f"target={target!r} is not one of {', '.join(names)}")
@@ -93,12 +99,16 @@ def compile_step(config: Config, devices: list[jax.Device]) -> jax.stages.Compil
 
 def compile_to_fit(config: Config, devices: list[jax.Device], *, pool_gib: float) -> fit.Step:
     """As a run on these devices would: remat chosen if it is `auto`, and ValueError if the step does not fit."""
-    return fit.compile_to_fit(make_plan_on(config, devices), pool_gib=pool_gib, compiler_options=COMPILER_OPTIONS)
+    return fit.compile_to_fit(
+        make_plan_on(config, devices), pool_gib=pool_gib, compiler_options=COMPILER_OPTIONS
+    )
 
 
 def count_calls(hlo: str) -> collections.Counter[str]:
     """How often the text of a compiled module has each cuDNN kernel and each collective, those that overlap as 'NAME-start'."""
-    counts: collections.Counter[str] = collections.Counter(re.findall(r'custom_call_target="__cudnn\$(\w+)"', hlo))
+    counts: collections.Counter[str] = collections.Counter(
+        re.findall(r'custom_call_target="__cudnn\$(\w+)"', hlo)
+    )
     pattern = rf"^\s*(?:ROOT )?%\S+ = .*? ((?:{'|'.join(COLLECTIVES)})(?:-start)?)\("
     counts.update(re.findall(pattern, hlo, re.MULTILINE))
     return counts

@@ -18,11 +18,11 @@ from importlib import metadata
 from pathlib import Path
 
 import jaxscale
-from jaxscale import xla
+from jaxscale.xla import options as xla
 
 log = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # What may change a step's time without standing on the command line.
 ENVIRONMENT = ("CUDA_", "JAX_", "NCCL_", "XLA_")
@@ -72,7 +72,11 @@ def summarize(steps: list[dict], skip: int) -> dict[str, float]:
     for key in ("mfu_full", "mfu_causal", "peak_memory_gib"):
         if key in steps[-1]:
             report[key] = median(key)
-    return report | {"first_loss": steps[0]["loss"], "last_loss": steps[-1]["loss"], "steps": len(steps)}
+    return report | {
+        "first_loss": steps[0]["loss"],
+        "last_loss": steps[-1]["loss"],
+        "steps": len(steps),
+    }
 
 
 # Processes.
@@ -111,12 +115,20 @@ def run(
         finally:
             _kill(process, mark)
     if code not in expected:
-        fate = f"took over {timeout_seconds:g} s and was stopped" if code is None else f"failed with exit code {code}"
-        raise FailedError(f"{shlex.join(map(str, command))}\n{fate}; the last lines it printed:\n{tail(output)}")
+        fate = (
+            f"took over {timeout_seconds:g} s and was stopped"
+            if code is None
+            else f"failed with exit code {code}"
+        )
+        raise FailedError(
+            f"{shlex.join(map(str, command))}\n{fate}; the last lines it printed:\n{tail(output)}"
+        )
 
 
 def tail(output: Path, num_lines: int = 60) -> str:
-    return "\n".join(f"| {line}" for line in output.read_text(errors="replace").splitlines()[-num_lines:])
+    return "\n".join(
+        f"| {line}" for line in output.read_text(errors="replace").splitlines()[-num_lines:]
+    )
 
 
 @contextlib.contextmanager
@@ -127,13 +139,19 @@ def _signals_raise() -> Iterator[None]:
         sys.exit(128 + signum)
 
     # One that is ignored stays so: `nohup` ignores SIGHUP.
-    heard = [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) != signal.SIG_IGN]
+    heard = [
+        signum
+        for signum in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(signum) != signal.SIG_IGN
+    ]
     previous = {signum: signal.signal(signum, leave) for signum in heard}
     try:
         yield
     finally:
         for signum, handler in previous.items():
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
+            signal.signal(
+                signum, signal.SIG_DFL if handler is None else handler
+            )  # None: not set by Python
 
 
 def _kill(process: subprocess.Popen, mark: str) -> None:
@@ -173,7 +191,9 @@ def provenance(commit: str = "") -> dict:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shown([sys.executable, *sys.argv]),
         "commit": commit or found or None,
-        "is_dirty": bool(_output("git", "-C", str(ROOT), "status", "--porcelain")) if found and not commit else None,
+        "is_dirty": bool(_output("git", "-C", str(ROOT), "status", "--porcelain"))
+        if found and not commit
+        else None,
         "driver": next(iter(_query("driver_version")), None),
         "python": platform.python_version(),
         "versions": {"jaxscale": jaxscale.__version__}
@@ -185,7 +205,9 @@ def provenance(commit: str = "") -> dict:
 def shown(command: Sequence[object]) -> str:
     """The command as a user would type it in the checkout: a record keeps no path of the machine it was made on."""
     python = {sys.executable, str(Path(sys.executable).resolve())}
-    words = ["python" if word in python else word.removeprefix(f"{ROOT}/") for word in map(str, command)]
+    words = [
+        "python" if word in python else word.removeprefix(f"{ROOT}/") for word in map(str, command)
+    ]
     return shlex.join(words)
 
 
@@ -195,7 +217,11 @@ def gpu_names() -> list[str]:
         return []
     names = _query("name")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return names if visible is None else names[: len([part for part in visible.split(",") if part.strip()])]
+    return (
+        names
+        if visible is None
+        else names[: len([part for part in visible.split(",") if part.strip()])]
+    )
 
 
 def used_memory_gib() -> float | None:
@@ -205,7 +231,9 @@ def used_memory_gib() -> float | None:
 
 
 def _query(field: str) -> list[str]:
-    return _output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits").splitlines()
+    return _output(
+        "nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"
+    ).splitlines()
 
 
 def _output(*command: str) -> str:

@@ -11,10 +11,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxscale import sharding as shd
-from jaxscale import xla
 from jaxscale.config import Config
 from jaxscale.data.loader import Corpus
 from jaxscale.ops.execution import Execution, execution_of
+from jaxscale.xla import options as xla
 
 
 class TrainState(NamedTuple):
@@ -77,7 +77,9 @@ def make_plan(config: Config, sizes: dict[str, int], *, devices=None) -> Plan:
 
 def plan_for_data(config: Config, corpus: Corpus, sizes: dict[str, int]) -> Plan:
     """`make_plan` with the bound on documents a row that the data needs, where the config leaves it open."""
-    data = dataclasses.replace(config.data, max_documents_per_row=corpus.train.max_documents_per_row)
+    data = dataclasses.replace(
+        config.data, max_documents_per_row=corpus.train.max_documents_per_row
+    )
     return make_plan(dataclasses.replace(config, data=data), sizes)
 
 

@@ -56,7 +56,9 @@ def peak_flops(device_kind: str) -> float | None:
     return PEAK_FLOPS[names[-1]] if names else None
 
 
-def mfu(tokens_per_second_per_device: float, flops_per_token: float, peak: float | None) -> float | None:
+def mfu(
+    tokens_per_second_per_device: float, flops_per_token: float, peak: float | None
+) -> float | None:
     """Model FLOPs utilisation as a fraction (PaLM, appendix B); None where the device's peak is not known.
 
     `flops_per_token` counts forward and backward without recomputation, by one of two rules: mfu_full counts attention
@@ -70,7 +72,9 @@ def memory_gib(devices: Iterable[jax.Device]) -> tuple[float, float] | None:
     stats = [device.memory_stats() for device in devices]
     if not stats or not all(stats):
         return None
-    return max(s["bytes_in_use"] for s in stats) / 2**30, max(s["peak_bytes_in_use"] for s in stats) / 2**30
+    return max(s["bytes_in_use"] for s in stats) / 2**30, max(
+        s["peak_bytes_in_use"] for s in stats
+    ) / 2**30
 
 
 class Meter:
@@ -104,10 +108,14 @@ class Meter:
         self._devices = devices
         self._peak_flops = peak_flops(devices[0].device_kind)
         self._clock = clock
-        self._pending: collections.deque[tuple[int, dict[str, jax.Array], float]] = collections.deque()
+        self._pending: collections.deque[tuple[int, dict[str, jax.Array], float]] = (
+            collections.deque()
+        )
         self._last_end = clock()
 
-    def record(self, step: int, device_metrics: dict[str, jax.Array], data_wait_seconds: float) -> list[dict[str, Any]]:
+    def record(
+        self, step: int, device_metrics: dict[str, jax.Array], data_wait_seconds: float
+    ) -> list[dict[str, Any]]:
         """Takes the scalars of the step just dispatched; returns the record of the step before, if there was one.
 
         device_metrics: 0-d arrays. Waits for the step before this one. Every process calls it; all get the same values,
@@ -129,7 +137,9 @@ class Meter:
 
     def _finish(self) -> dict[str, Any]:
         step, device_metrics, data_wait_seconds = self._pending.popleft()
-        values = {name: np.asarray(value).item() for name, value in device_metrics.items()}  # waits for the step
+        values = {
+            name: np.asarray(value).item() for name, value in device_metrics.items()
+        }  # waits for the step
         end = self._clock()
         step_seconds, self._last_end = end - self._last_end, end
         rate = self._tokens_per_step / step_seconds / self._num_devices
@@ -174,12 +184,17 @@ def open_writers(
         return Writers([])
     workdir = Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    writers: list[Writer] = [ConsoleWriter(num_steps), JsonlWriter(workdir / "metrics.jsonl", resume_step=resume_step)]
+    writers: list[Writer] = [
+        ConsoleWriter(num_steps),
+        JsonlWriter(workdir / "metrics.jsonl", resume_step=resume_step),
+    ]
     optional: list[Callable[[], Writer]] = []
     if tensorboard:
         optional.append(lambda: TensorBoardWriter(workdir / "tensorboard", resume_step=resume_step))
     if wandb_project:
-        optional.append(lambda: WandbWriter(wandb_project, folder=workdir, run_config=run_config or {}))
+        optional.append(
+            lambda: WandbWriter(wandb_project, folder=workdir, run_config=run_config or {})
+        )
     for create in optional:
         try:
             writers.append(create())
@@ -248,8 +263,12 @@ class ConsoleWriter:
         self._next_time = now + self._every_seconds
         line = self._describe(record, now)
         if self._is_live:
-            line = f"{_bar(step / self._num_steps)} {line}"[: shutil.get_terminal_size().columns - 1]
-            self._emit(f"\r{line}\x1b[K")  # back to the margin, and erase what is left of the last line
+            line = f"{_bar(step / self._num_steps)} {line}"[
+                : shutil.get_terminal_size().columns - 1
+            ]
+            self._emit(
+                f"\r{line}\x1b[K"
+            )  # back to the margin, and erase what is left of the last line
             self._has_open_line = True
         else:
             self._print_line(line)
@@ -343,7 +362,9 @@ def _drop_later_records(path: Path, resume_step: int) -> None:
 
 
 def _to_json_line(record: dict[str, Any]) -> bytes:
-    non_finite = {name: str(v) for name, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    non_finite = {
+        name: str(v) for name, v in record.items() if isinstance(v, float) and not math.isfinite(v)
+    }
     if non_finite:
         record = record | dict.fromkeys(non_finite) | {"non_finite": non_finite}
     return json.dumps(record, allow_nan=False).encode() + b"\n"
@@ -379,16 +400,24 @@ class WandbWriter:
         try:
             import wandb
         except ImportError as error:
-            raise ImportError("no Weights & Biases: wandb is not installed; pip install wandb") from error
+            raise ImportError(
+                "no Weights & Biases: wandb is not installed; pip install wandb"
+            ) from error
         id_file = Path(folder) / "wandb_run_id"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
         self._run = wandb.init(
-            project=project, dir=str(folder), config=run_config, id=id_file.read_text().strip(), resume="allow"
+            project=project,
+            dir=str(folder),
+            config=run_config,
+            id=id_file.read_text().strip(),
+            resume="allow",
         )
 
     def write(self, record: dict[str, Any]) -> None:
-        self._run.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
+        self._run.log(
+            {name: value for name, value in record.items() if name != "step"}, step=record["step"]
+        )
 
     def close(self) -> None:
         self._run.finish()

@@ -53,7 +53,11 @@ _COPY = (
 # (the named scopes it was traced under, and the primitive); None fits all.
 RULES: tuple[tuple[str, str | None, str | None], ...] = (
     ("communication", r"nccl|nvshmem|MemcpyP2P|all_?reduce_?kernel|MultiGpuBarrier", None),
-    ("communication", r"^(ragged.)?all[-_](gather|reduce|to)|^reduce[-_]scatter|^collective[-_]|^psum", None),
+    (
+        "communication",
+        r"^(ragged.)?all[-_](gather|reduce|to)|^reduce[-_]scatter|^collective[-_]|^psum",
+        None,
+    ),
     ("transfer", r"^Memcpy(H2D|D2H)", None),
     (
         "attention",
@@ -86,7 +90,9 @@ COLLECTIVE_KINDS = {
 def classify(kernel: Kernel) -> str:
     """The category of the first of RULES that fits; "communication" where CATEGORIES tells exposed from hidden."""
     for category, pattern, op_pattern in RULES:
-        fits = pattern is None or any(re.search(pattern, text, re.IGNORECASE) for text in (kernel.name, kernel.hlo_op))
+        fits = pattern is None or any(
+            re.search(pattern, text, re.IGNORECASE) for text in (kernel.name, kernel.hlo_op)
+        )
         if fits and (op_pattern is None or re.search(op_pattern, kernel.op_name)):
             return category
     raise AssertionError("the last rule fits all")

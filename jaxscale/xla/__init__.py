@@ -1,0 +1,1 @@
+"""What XLA and JAX are told before and around a run."""

@@ -1,9 +1,12 @@
 """The shape of Llama 3.2 1B with an output table of its own: 1.5 B parameters.
 
-    python scripts/train.py --config configs/llama3_1b.py --workdir runs/llama3_1b --config.data.path=...
+    python scripts/train.py --config configs/llama3_1b.py --workdir runs/llama3_1b
 
-`--config configs/llama3_1b.py:tied` is Llama 3.2 1B itself (1.24 B). Hardware: one H100. Expect 57,000 tokens/s and
-61 GiB, compiled in 12 s (docs/benchmarks.md); half of the rows, `--config.batch_size=2`, take 41 GiB and give 54,000.
+with `--config.data.path=...` for text of your own.
+
+`--config configs/llama3_1b.py:tied` is Llama 3.2 1B itself (1.24 B). Hardware: one H100.
+Expect 57,000 tokens/s and 61 GiB, compiled in 12 s (docs/benchmarks.md); half of the rows,
+`--config.batch_size=2`, take 41 GiB and give 54,000.
 """
 
 from jaxscale.config import Config, DataConfig, Remat

@@ -1,9 +1,12 @@
 """Llama 3 70B.
 
-    python scripts/train.py --config configs/llama3_70b.py --workdir runs/llama3_70b --config.data.path=...
+    python scripts/train.py --config configs/llama3_70b.py --workdir runs/llama3_70b
 
-Hardware: 64 or more H100: tensor 8 inside each node, FSDP across the nodes. Not run at this size: compiled for
-64 H100 on a machine without any (jax 0.11.2), its step asks for 66 GiB a GPU besides NCCL and cuDNN.
+with `--config.data.path=...` for text of your own.
+
+Hardware: 64 or more H100: tensor 8 inside each node, FSDP across the nodes. Not run at this size:
+compiled for 64 H100 on a machine without any (jax 0.11.2), its update asks for 66 GiB a GPU besides
+NCCL and cuDNN.
 """
 
 from jaxscale.config import Config, DataConfig, MeshConfig, Remat

@@ -1,9 +1,11 @@
 """Llama 3 8B.
 
-    python scripts/train.py --config configs/llama3_8b.py --workdir runs/llama3_8b --config.data.path=...
+    python scripts/train.py --config configs/llama3_8b.py --workdir runs/llama3_8b
 
-Hardware: 4 or more H200, or 8 or more H100, of one node (FSDP over all of them). Expect 11,000 tokens/s a
-GPU and 111 GiB on 4 H200, compiled in 19 s (docs/benchmarks.md).
+with `--config.data.path=...` for text of your own.
+
+Hardware: 4 or more H200, or 8 or more H100, of one node (FSDP over all of them). Expect 11,000
+tokens/s a GPU and 111 GiB on 4 H200, compiled in 19 s (docs/benchmarks.md).
 """
 
 from jaxscale.config import Config, DataConfig, MeshConfig, Remat
@@ -30,8 +32,8 @@ def get_config(arg: str = "") -> Config:
         # 2 rows a GPU on 4 GPUs, 1 on 8.
         batch_size=8,
         seq_len=8192,
-        # 111 GiB a GPU on 4 H200, 13 of them gathered weights that are kept; 64 on 8 H100 (compiled for them), where with
-        # batch_size=16 remat="auto" takes attention_mlp and 66.
+        # GEMMS fits 8 H100, where it takes 64 GiB a GPU (compiled for them); a larger batch there
+        # needs another policy, which remat="auto" finds.
         remat=Remat.GEMMS,
         scan_unroll=32,
         mesh=MeshConfig(fsdp=-1, reshard_after_forward=False),

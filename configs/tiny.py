@@ -2,8 +2,8 @@
 
     python scripts/train.py --config configs/tiny.py --workdir runs/tiny        (`make train`)
 
-Hardware: 2 CPU cores, about two minutes. Expect a held-out loss of 1.8 nats a byte (unigram entropy: 3.2), and 4,000 to 6,500
-tokens/s (docs/benchmarks.md).
+Hardware: 2 CPU cores, about two minutes. Expect a held-out loss of 1.8 nats a byte (unigram
+entropy: 3.2), and 4,000 to 6,500 tokens/s (docs/benchmarks.md).
 """
 
 from jaxscale.config import CheckpointConfig, Config, DataConfig, Dtype, EvalConfig

@@ -1,16 +1,21 @@
-"""The command lines of scripts: their own flags, a config file, and settings of its keys. A mistake is told in a line."""
+"""The command lines of scripts: their own flags, a config file, and settings of its keys.
+
+A mistake is told in a line.
+"""
 
 import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
 
 from jaxscale import config as run_config
 
-# What a script ends with when it failed by itself, and when its user made a mistake: told in a line, without a traceback.
+# What a script ends with when it failed by itself, and when its user made a mistake. Either is told
+# in a line, without a traceback.
 EXIT_FAILED = 1
 EXIT_MISTAKE = 2
 
@@ -19,7 +24,10 @@ flags.disclaim_key_flags()
 
 
 class ConfigFile(flags.ArgumentParser):
-    """Reads the config file, and checks the keys on the command line: ml_collections answers these with tracebacks."""
+    """Reads the config file, and checks the keys on the command line.
+
+    ml_collections answers mistakes in either with tracebacks.
+    """
 
     def __init__(self, parser: flags.ArgumentParser, words: list[str]):
         self._parser, self._words = parser, words
@@ -41,7 +49,7 @@ class ConfigFile(flags.ArgumentParser):
 class IntegerOrNone(flags.IntegerParser):
     """`--config.model.window=none`; where None is not allowed the typed check says so."""
 
-    def parse(self, argument):
+    def parse(self, argument: Any) -> Any:
         return None if argument == "none" else super().parse(argument)
 
 
@@ -51,7 +59,10 @@ config_flags.register_flag_parser_for_type(int, IntegerOrNone())
 def define_config(
     values: flags.FlagValues = flags.FLAGS, argv: list[str] | None = None
 ) -> flags.FlagHolder:
-    """`--config=FILE` with `--config.key=value` among `values`; argv: the command line if it is not the process's own."""
+    """`--config=FILE` with `--config.key=value` among `values`.
+
+    argv: the command line, if it is not the process's own.
+    """
     argv = sys.argv if argv is None else argv
     text = "A file with get_config(arg) -> Config; any field can be overridden."
     holder = config_flags.DEFINE_config_file(
@@ -84,7 +95,10 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 def parse_own_flags(argv: list[str]) -> list[str]:
-    """For app.run: takes the script's flags; what is left, the config and its settings, stays for `read_config`."""
+    """For app.run: takes the script's flags, and leaves the config and its settings.
+
+    `read_config` reads what is left.
+    """
     flags.FLAGS.set_gnu_getopt()
     try:
         return flags.FLAGS(argv, known_only=True)

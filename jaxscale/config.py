@@ -1,8 +1,9 @@
 """The run's configuration: a typed tree of dataclasses, its checks, and its JSON form.
 
 A config file has `get_config(arg="") -> Config`; any field is overridden on the command line
-(`--config.mesh.fsdp=4`). The model, optimiser and schedule parts are the `Config` of the module that implements them,
-so importing that module is the whole registry. Nothing here imports jax: a mistake is reported before a device is touched.
+(`--config.mesh.fsdp=4`). The model, optimiser and schedule parts are the `Config` of the module
+that implements them, so importing that module is the whole registry. Nothing here imports jax: a
+mistake is reported before a device is touched.
 """
 
 import dataclasses
@@ -13,8 +14,9 @@ import re
 import typing
 from typing import Any
 
-# ml_collections 1.1 cannot override fields of frozen dataclasses, `Literal[...]`, `list[...]` or string annotations
-# (`from __future__ import annotations`): hence StrEnum, tuples and mutable dataclasses.
+# StrEnum, tuples and mutable dataclasses, because ml_collections 1.1 cannot override fields of
+# frozen dataclasses, `Literal[...]`, `list[...]` or string annotations
+# (`from __future__ import annotations`).
 
 
 class Dtype(enum.StrEnum):
@@ -33,9 +35,10 @@ class AxisTypes(enum.StrEnum):
 
 
 class Remat(enum.StrEnum):
-    """What the backward pass finds saved, from least to most memory; `ops/execution.py` says what each costs.
+    """What the backward pass finds saved, from least to most memory; `ops/layers.py` says by name.
 
-    AUTO: the richest up to GEMMS whose step, compiled, fits the devices' memory (`train/fit.py`).
+    AUTO: the richest up to GEMMS with which the compiled update fits the devices' memory
+    (`compile/fit.py`).
     """
 
     AUTO = "auto"
@@ -62,7 +65,10 @@ class DataFormat(enum.StrEnum):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the mesh axes, slow to fast; their product is the number of devices. One of them may be -1: the rest."""
+    """Sizes of the mesh axes, slow to fast; their product is the number of devices.
+
+    One of them may be -1: the rest.
+    """
 
     stage: int = 1
     data: int = 1
@@ -73,17 +79,22 @@ class MeshConfig:
     axis_types: AxisTypes = AxisTypes.EXPLICIT
     # What the fsdp axis splits: 1 the optimiser state, 2 also the gradients, 3 also the weights.
     zero: int = 3
-    # ZeRO-3: free each layer's gathered weights after its forward pass and gather them again in the backward pass. False keeps
-    # them, all layers' weights in `dtype`, for a third less traffic.
+    # With ZeRO-3: each layer's gathered weights are freed after its forward pass and gathered again
+    # in the backward pass. False keeps them, all layers' weights in `dtype`, for a third less
+    # traffic.
     reshard_after_forward: bool = True
-    # In which a block's weight gradients are summed over devices, if wider than `dtype`. float32: they leave their matrix
-    # products in float32, are never rounded to bfloat16, and twice the bytes move.
+    # The dtype in which a block's weight gradients are summed over devices, if wider than `dtype`.
+    # float32: they leave their matrix products in float32 and are never rounded to bfloat16; twice
+    # the bytes move.
     reduce_dtype: Dtype = Dtype.BFLOAT16
-    # Split the residual stream over `tensor` along the sequence between blocks.
+    # Whether `tensor` splits the residual stream along the sequence between blocks.
     sequence_parallel: bool = True
 
     def sizes(self, num_devices: int) -> dict[str, int]:
-        """Axis name to size, with -1 filled in. Raises ValueError if the product is not `num_devices`."""
+        """Axis name to size, with -1 filled in.
+
+        Raises ValueError if the product is not `num_devices`.
+        """
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
         wild = [axis for axis, size in sizes.items() if size == -1]
         fixed = _product(size for size in sizes.values() if size != -1)
@@ -94,8 +105,9 @@ class MeshConfig:
                 ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all 1"
             )
             raise ValueError(
-                f"config.mesh ({shown}) needs {'a multiple of ' if wild else ''}{fixed} devices and {num_devices} are "
-                f"here; change config.mesh so that the product is {num_devices}, or set one axis to -1"
+                f"config.mesh ({shown}) needs {'a multiple of ' if wild else ''}{fixed} devices "
+                f"and {num_devices} are here; change config.mesh so that the product is "
+                f"{num_devices}, or set one axis to -1"
             )
         return sizes
 
@@ -105,8 +117,8 @@ MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class DataConfig:
-    # 'python-stdlib' (the Python standard library's own source), a Megatron .bin/.idx prefix, or a file, folder or
-    # glob of text, JSONL or Parquet.
+    # 'python-stdlib' (the Python standard library's own source), a Megatron .bin/.idx prefix, or a
+    # file, folder or glob of text, JSONL or Parquet.
     path: str = "python-stdlib"
     format: DataFormat = DataFormat.AUTO
     # 'bytes', or the path of a Hugging Face tokenizer.json.
@@ -117,9 +129,9 @@ class DataConfig:
     # The share of the documents, at the store's end, held out for evaluation.
     eval_fraction: float = 0.01
     shuffle: bool = True
-    # cuDNN's packed attention needs a static bound and pays for it: 8% of attention time at 8 documents a row, 19% at 32,
-    # 33% at 64 (H100, rows of 8192 tokens that hold one document). 0: what the fullest row of the data needs, up to 64.
-    # Tokens of a row's further documents become padding.
+    # cuDNN's packed attention needs a static bound and pays for it: 33% of attention time at 64
+    # documents a row (H100, rows of 8192 tokens that hold one document). 0: what the fullest row of
+    # the data needs, up to 64. Tokens of a row's further documents become padding.
     max_documents_per_row: int = 0
     # Batches read ahead, and the threads that read them.
     prefetch: int = 4
@@ -161,7 +173,10 @@ class LogConfig:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class ProfileConfig:
-    """Steps start + 1 to start + steps of this process, recorded by JAX's profiler into WORKDIR/profile; 0 steps: none."""
+    """Steps start + 1 to start + steps of this process, recorded into WORKDIR/profile.
+
+    By JAX's profiler; 0 steps: none.
+    """
 
     start: int = 0
     steps: int = 0
@@ -169,7 +184,10 @@ class ProfileConfig:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Config:
-    """One run. `batch_size` is the rows of one update over all devices, gradient accumulation included."""
+    """One run.
+
+    `batch_size` is the rows of one update over all devices, gradient accumulation included.
+    """
 
     model: Any
     optim: Any
@@ -179,16 +197,20 @@ class Config:
     seq_len: int
     grad_accumulation: int = 1
     seed: int = 0
-    # Of matrix products, activations and (but see mesh.reduce_dtype) the sum of a block's weight gradients over devices; weights,
-    # optimiser state, sums over microbatches and the tables' gradients are float32.
+    # The dtype of matrix products, activations and (but see mesh.reduce_dtype) the sum of a block's
+    # weight gradients over devices. Weights, optimiser state, sums over microbatches and gradients
+    # of the tables are float32.
     dtype: Dtype = Dtype.BFLOAT16
     remat: Remat = Remat.GEMMS
     # Layers per iteration of the scan over layers.
     scan_unroll: int = 1
     attention: Attention = Attention.AUTO
-    # XLA's options for compiling the step, "name=value" each, such as "xla_gpu_enable_triton_gemm=false", and JAX's
-    # "optimization_level=O1"; they win over those that jaxscale sets (jaxscale/xla.py).
+    # XLA's options for compiling the update, "name=value" each, such as
+    # "xla_gpu_enable_triton_gemm=false", and JAX's "optimization_level=O1"; they win over those
+    # that jaxscale sets (xla/options.py).
     xla_options: tuple[str, ...] = ()
+    # Parameters with one of these in their path ("embedding", "layers.qkv") are held fixed.
+    frozen: tuple[str, ...] = ()
     # Weight of log(sum(exp(logits)))**2 in the loss (PaLM, section 5); 0: off.
     z_loss: float = 0.0
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -200,6 +222,31 @@ class Config:
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
 
 
+AT_LEAST_ONE = (
+    "steps",
+    "batch_size",
+    "seq_len",
+    "grad_accumulation",
+    "scan_unroll",
+    "checkpoint.keep_last",
+    "evaluation.batches",
+    "data.prefetch",
+    "data.threads",
+)
+AT_LEAST_ZERO = (
+    "z_loss",
+    "checkpoint.every",
+    "checkpoint.keep_every",
+    "evaluation.every",
+    "sample.tokens",
+    "sample.temperature",
+    "seed",
+    "data.max_documents_per_row",
+    "profile.start",
+    "profile.steps",
+)
+
+
 def validate(config: Config) -> None:
     """Everything that can be checked without devices or data.
 
@@ -207,20 +254,28 @@ def validate(config: Config) -> None:
     """
     check_types(config)
     for key in ("model", "optim", "schedule"):
-        part = get(config, key)
-        _require(
-            hasattr(part, "validate"),
-            key,
-            part,
-            "set it to the Config of a module, such as llama.Config(...)",
-        )
-    for key in ("steps", "batch_size", "seq_len", "grad_accumulation", "scan_unroll", "checkpoint.keep_last",
-                "evaluation.batches", "data.prefetch", "data.threads"):  # fmt: skip
-        _require(get(config, key) >= 1, key, get(config, key), "set it to 1 or more")
-    for key in ("z_loss", "checkpoint.every", "checkpoint.keep_every", "evaluation.every", "sample.tokens",
-                "sample.temperature", "seed", "data.max_documents_per_row", "profile.start",
-                "profile.steps"):  # fmt: skip
-        _require(get(config, key) >= 0, key, get(config, key), "set it to 0 or more")
+        fix = "set it to the Config of a module, such as llama.Config(...)"
+        _require(hasattr(get(config, key), "validate"), key, value=get(config, key), fix=fix)
+    for keys, least in ((AT_LEAST_ONE, 1), (AT_LEAST_ZERO, 0)):
+        for key in keys:
+            value = get(config, key)
+            _require(value >= least, key, value=value, fix=f"set it to {least} or more")
+    _validate_options(config)
+    _validate_mesh(config.mesh)
+    _validate_sizes(config)
+    for part in (config.model, config.optim, config.schedule):
+        part.validate()
+    config.schedule.build(config.steps)  # a warm-up may be longer than the run
+    _require(
+        config.model.max_seq_len is None or config.seq_len <= config.model.max_seq_len,
+        "seq_len",
+        value=config.seq_len,
+        fix=f"lower it, or raise config.model.max_seq_len={config.model.max_seq_len}",
+    )
+
+
+def _validate_options(config: Config) -> None:
+    """What the run does besides updates, and how it is compiled."""
     if config.sample.tokens and not config.sample.prompt:
         raise ValueError(
             "config.sample.prompt='': write at least one character, or set config.sample.tokens=0"
@@ -228,35 +283,29 @@ def validate(config: Config) -> None:
     for option in config.xla_options:
         if not re.fullmatch(r"(xla_\w+|optimization_level)=.*", option):
             raise ValueError(
-                f"config.xla_options={option!r}: write name=value with a name that begins with xla_, such as "
-                f"'xla_gpu_enable_triton_gemm=false'"
+                f"config.xla_options={option!r}: write name=value with a name that begins with "
+                "xla_, such as 'xla_gpu_enable_triton_gemm=false'"
             )
     start, steps = config.profile.start, config.profile.steps
     _require(
-        steps == 0 or start + steps <= config.steps, "profile.steps", steps,
-        f"with config.profile.start={start} it goes beyond config.steps={config.steps}; lower one of them, or set it to 0",
-    )  # fmt: skip
-    fraction = config.data.eval_fraction
-    _require(
-        0 < fraction < 1, "data.eval_fraction", fraction, "set it between 0 and 1, such as 0.01"
+        steps == 0 or start + steps <= config.steps,
+        "profile.steps",
+        value=steps,
+        fix=f"with config.profile.start={start} it goes beyond config.steps={config.steps}; "
+        "lower one of them, or set it to 0",
     )
-    _validate_mesh(config.mesh)
+    fraction, fix = config.data.eval_fraction, "set it between 0 and 1, such as 0.01"
+    _require(0 < fraction < 1, "data.eval_fraction", value=fraction, fix=fix)
+
+
+def _validate_sizes(config: Config) -> None:
+    """What has to divide what on any mesh."""
     num_microbatches, rows = config.grad_accumulation, config.batch_size
-    _require(
-        rows % num_microbatches == 0,
-        "batch_size",
-        rows,
-        f"make it a multiple of config.grad_accumulation={num_microbatches}",
-    )
-    layers = config.model.num_layers
-    _require(layers % config.scan_unroll == 0, "scan_unroll", config.scan_unroll, f"set it to a divisor of the {layers} layers")  # fmt: skip
-    for part in (config.model, config.optim, config.schedule):
-        part.validate()
-    config.schedule.build(config.steps)  # a warm-up may be longer than the run
-    _require(
-        config.model.max_seq_len is None or config.seq_len <= config.model.max_seq_len,
-        "seq_len", config.seq_len, f"lower it, or raise config.model.max_seq_len={config.model.max_seq_len}",
-    )  # fmt: skip
+    fix = f"make it a multiple of config.grad_accumulation={num_microbatches}"
+    _require(rows % num_microbatches == 0, "batch_size", value=rows, fix=fix)
+    layers, unroll = config.model.num_layers, config.scan_unroll
+    fix = f"set it to a divisor of the {layers} layers"
+    _require(layers % unroll == 0, "scan_unroll", value=unroll, fix=fix)
 
 
 def validate_on(config: Config, num_devices: int) -> dict[str, int]:
@@ -265,48 +314,48 @@ def validate_on(config: Config, num_devices: int) -> dict[str, int]:
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     microbatch = config.batch_size // config.grad_accumulation
     _require(
-        microbatch % shards == 0, "batch_size", config.batch_size,
-        f"config.batch_size / config.grad_accumulation = {microbatch} rows must be a multiple of data * fsdp * expert = "
-        f"{shards}; set config.batch_size to a multiple of {shards * config.grad_accumulation}",
-    )  # fmt: skip
+        microbatch % shards == 0,
+        "batch_size",
+        value=config.batch_size,
+        fix=f"config.batch_size / config.grad_accumulation = {microbatch} rows must be a multiple "
+        f"of data * fsdp * expert = {shards}; set config.batch_size to a multiple of "
+        f"{shards * config.grad_accumulation}",
+    )
     tensor = sizes["tensor"]
     if config.mesh.sequence_parallel and tensor > 1:
         _require(
-            config.seq_len % tensor == 0, "seq_len", config.seq_len,
-            f"sequence parallelism splits it over config.mesh.tensor={tensor}; make it a multiple or set "
-            f"config.mesh.sequence_parallel=False",
-        )  # fmt: skip
+            config.seq_len % tensor == 0,
+            "seq_len",
+            value=config.seq_len,
+            fix=f"sequence parallelism splits it over config.mesh.tensor={tensor}; make it a "
+            "multiple or set config.mesh.sequence_parallel=False",
+        )
     config.model.validate_on(sizes)
     return sizes
 
 
 def _validate_mesh(mesh: MeshConfig) -> None:
     for axis in MESH_AXES:
-        size = getattr(mesh, axis)
-        _require(
-            size >= 1 or size == -1,
-            f"mesh.{axis}",
-            size,
-            "set it to 1 or more, or to -1 for the rest",
-        )
+        size, fix = getattr(mesh, axis), "set it to 1 or more, or to -1 for the rest"
+        _require(size >= 1 or size == -1, f"mesh.{axis}", value=size, fix=fix)
     wild = [axis for axis in MESH_AXES if getattr(mesh, axis) == -1]
     if len(wild) > 1:
         raise ValueError(
-            f"config.mesh.{wild[0]} and config.mesh.{wild[1]} are both -1; only one axis can take the rest"
+            f"config.mesh.{wild[0]} and config.mesh.{wild[1]} are both -1; only one axis can take "
+            "the rest"
         )
     for axis in ("stage", "expert", "context"):
+        fix = f"this release has no code for it yet; set config.mesh.{axis}=1"
         size = getattr(mesh, axis)
-        _require(
-            size == 1,
-            f"mesh.{axis}",
-            size,
-            f"this release has no code for it yet; set config.mesh.{axis}=1",
-        )
-    _require(mesh.zero in (1, 2, 3), "mesh.zero", mesh.zero, "set it to 1, 2 or 3")
+        _require(size == 1, f"mesh.{axis}", value=size, fix=fix)
+    _require(mesh.zero in (1, 2, 3), "mesh.zero", value=mesh.zero, fix="set it to 1, 2 or 3")
 
 
 def check_types(node, path: str = "config") -> None:
-    """Raises ValueError for a field whose value has not the annotated type (an int is taken for a float)."""
+    """Raises ValueError for a field whose value has not the annotated type.
+
+    An int is taken for a float.
+    """
     hints = typing.get_type_hints(type(node))
     for field in dataclasses.fields(node):
         value, hint = getattr(node, field.name), hints[field.name]
@@ -314,17 +363,18 @@ def check_types(node, path: str = "config") -> None:
         if hint is float and type(value) is int:
             setattr(node, field.name, float(value))
         elif isinstance(hint, type) and issubclass(hint, enum.Enum):
-            setattr(node, field.name, _enum(hint, value, key))
+            setattr(node, field.name, _enum(hint, value, key=key))
         elif dataclasses.is_dataclass(value):
             check_types(value, key)
         elif not _matches(value, hint):
             name = getattr(hint, "__name__", str(hint))
             raise ValueError(
-                f"{key}={value!r} is of type {type(value).__name__}; set it to a value of type {name}"
+                f"{key}={value!r} is of type {type(value).__name__}; set it to a value of type "
+                f"{name}"
             )
 
 
-def _enum(hint, value, key):
+def _enum(hint, value, *, key: str):
     try:
         return hint(value)
     except ValueError:
@@ -354,7 +404,10 @@ def get(config, key: str):
 
 
 def check_key(config, key: str) -> None:
-    """Raises ValueError if the config has no field of this dotted name (a field that is None may have any below it)."""
+    """Raises ValueError if the config has no field of this dotted name.
+
+    A field that is None may have any below it.
+    """
     path = "config"
     for name in key.split("."):
         if config is None:
@@ -365,11 +418,11 @@ def check_key(config, key: str) -> None:
             else []
         )
         if name not in names:
-            raise ValueError(_unknown_key(path, name, names))
+            raise ValueError(_unknown_key(path, name, names=names))
         config, path = getattr(config, name), f"{path}.{name}"
 
 
-def _unknown_key(path: str, name: str, names: list[str]) -> str:
+def _unknown_key(path: str, name: str, *, names: list[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1)
     hint = (
         f"did you mean {path}.{near[0]}?"
@@ -379,7 +432,7 @@ def _unknown_key(path: str, name: str, names: list[str]) -> str:
     return f"{path}.{name} is not a setting; {hint}"
 
 
-def _require(holds: bool, key: str, value, fix: str) -> None:
+def _require(holds: bool, key: str, *, value, fix: str) -> None:
     if not holds:
         raise ValueError(f"config.{key}={value!r}: {fix}")
 
@@ -410,36 +463,40 @@ def to_json(node) -> dict:
     return out
 
 
-def from_json(data: dict, cls: type = Config, path: str = "config"):
-    """The inverse of `to_json`; raises ValueError for a key the class has not, or a value of the wrong type."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for name in data:
-        if name not in fields and name != "type":
-            raise ValueError(_unknown_key(path, name, list(fields)))
+def from_json(data: dict, cls: type = Config, *, path: str = "config"):
+    """The inverse of `to_json`.
+
+    Raises ValueError for a key the class has not, or a value of the wrong type.
+    """
+    fields = [field.name for field in dataclasses.fields(cls)]
     hints = typing.get_type_hints(cls)
-    values: dict[str, Any] = {}
-    for name, value in data.items():
-        if name == "type":
-            continue
-        key = f"{path}.{name}"
-        if isinstance(value, dict):
-            child = (
-                _class_named(value["type"], key) if "type" in value else _dataclass_of(hints[name])
-            )
-            if child is None:
-                raise ValueError(
-                    f"{key} has no type; add one, such as 'type': 'jaxscale.models.llama:Config'"
-                )
-            value = from_json(value, child, key)
-        elif isinstance(value, list):
-            value = tuple(value)
-        values[name] = value
+    data = {name: value for name, value in data.items() if name != "type"}
+    for name in data:
+        if name not in fields:
+            raise ValueError(_unknown_key(path, name, names=fields))
+    values = {
+        name: _value_from_json(value, hints[name], key=f"{path}.{name}")
+        for name, value in data.items()
+    }
     try:
         node = cls(**values)
     except TypeError as error:
         raise ValueError(f"{path}: {error}") from None
     check_types(node, path)
     return node
+
+
+def _value_from_json(value, hint, *, key: str):
+    if isinstance(value, list):
+        return tuple(value)
+    if not isinstance(value, dict):
+        return value
+    child = _class_named(value["type"], key) if "type" in value else _dataclass_of(hint)
+    if child is None:
+        raise ValueError(
+            f"{key} has no type; add one, such as 'type': 'jaxscale.models.llama:Config'"
+        )
+    return from_json(value, child, path=key)
 
 
 def _dataclass_of(hint):
@@ -464,7 +521,10 @@ def _class_named(name: str, key: str):
 
 
 def from_config_dict(config) -> Config:
-    """A Config out of whatever a config file returned: a Config, or an ml_collections ConfigDict of the same keys."""
+    """A Config out of whatever a config file returned.
+
+    A Config, or an ml_collections ConfigDict of the same keys.
+    """
     if isinstance(config, Config):
         return config
     if not hasattr(config, "to_dict"):

@@ -1,7 +1,8 @@
 """Named sharding: a mesh, rules from logical axes to mesh axes, and the few calls that apply them.
 
-A parameter or activation is described by *logical* axes ("embed mlp", "batch seq act_embed"); `Rules` say which *mesh*
-axes split each of them; a layout is one mesh and one set of rules, and the model's code never changes with it:
+A parameter or activation is described by *logical* axes ("embed mlp", "batch seq act_embed");
+`Rules` say which *mesh* axes split each of them; a layout is one mesh and one set of rules, and the
+model's code never changes with it:
 
     from jaxscale import sharding as shd
 
@@ -11,14 +12,16 @@ axes split each of them; a layout is one mesh and one set of rules, and the mode
         params = jax.jit(init, out_shardings=shd.shardings(jax.eval_shape(init, key)))(key)
         y_BSF = shd.einsum("BSD,DF->BSF", x_BSD, shd.gather(params["up"]), out="batch seq mlp")
 
-With `Explicit` mesh axes (the default) JAX carries the sharding in every type and a contraction whose output axes are
-missing is a trace-time error; with `Auto` axes the same calls become sharding constraints. Outside `use` they do nothing,
-so the same model runs on one device. This file needs jax alone; `param` needs flax as well.
+With `Explicit` mesh axes (the default) JAX carries the sharding in every type and a contraction
+whose output axes are missing is a trace-time error; with `Auto` axes the same calls become sharding
+constraints. Inside a `jax.shard_map` they apply to the axes that are not manual: the manual ones
+drop out of every spec. Outside `use` they do nothing, so the same model runs on one device. This
+file needs jax alone; `param` needs flax as well. B batch, S sequence, D model, F mlp in the
+examples.
 """
 
 import contextlib
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +29,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 # Slow to fast: the last ones stay inside a node.
@@ -36,9 +37,10 @@ MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Rules:
-    """Which mesh axes split each logical axis: `Rules(batch=("data", "fsdp"), embed="fsdp", act_embed=None)`.
+    """Which mesh axes split each logical axis: `Rules(batch=("data", "fsdp"), act_embed=None)`.
 
-    A logical axis that is not listed is an error where it is used; `_` in a list of axes is never split.
+    A logical axis that is not listed is an error where it is used; `_` in a list of axes is never
+    split.
     """
 
     axes: tuple[tuple[str, tuple[str, ...]], ...]
@@ -47,9 +49,7 @@ class Rules:
         self, rules: Mapping[str, Any] | None = None, /, **more: str | Sequence[str] | None
     ):
         table = {**(rules or {}), **more}
-        object.__setattr__(
-            self, "axes", tuple((name, _as_tuple(value)) for name, value in table.items())
-        )
+        object.__setattr__(self, "axes", tuple((k, _as_tuple(v)) for k, v in table.items()))
 
     def replace(self, **more: str | Sequence[str] | None) -> "Rules":
         """These rules with some logical axes changed or added."""
@@ -71,42 +71,45 @@ class Rules:
     ) -> PartitionSpec:
         """The PartitionSpec of an array with these logical axes ("embed mlp").
 
-        Raises ValueError if a mesh axis would split two dimensions or, given `shape` and `mesh`, if it does not divide one.
+        Mesh axes that are manual where this is called drop out. Raises ValueError if a mesh axis
+        would split two dimensions or, given `shape` and `mesh`, if it does not divide one.
         """
         names = _names(axes)
-        entries = [self.mesh_axes(name) for name in names]
+        manual = _manual_axes()
+        entries = [_minus(self.mesh_axes(name), manual) for name in names]
         owner: dict[str, str] = {}
         for name, entry in zip(names, entries, strict=True):
             for mesh_axis in entry:
                 if mesh_axis in owner:
                     raise ValueError(
-                        f"mesh axis {mesh_axis!r} splits both {owner[mesh_axis]!r} and {name!r} of one array "
-                        f"({' '.join(names)}); change the rule of one of them"
+                        f"mesh axis {mesh_axis!r} splits both {owner[mesh_axis]!r} and {name!r} of "
+                        f"one array ({' '.join(names)}); change the rule of one of them"
                     )
                 owner[mesh_axis] = name
         if shape is not None and mesh is not None:
             for name, entry, size in zip(names, entries, shape, strict=True):
-                _check_divides(name, entry, size, mesh)
-        return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+                _check_divides(mesh, entry, name=name, size=size)
+        return _spec(entries)
 
 
-def _check_divides(name, mesh_axes, size, mesh):
+def _check_divides(mesh, mesh_axes, *, name, size):
     parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
     if size % parts:
         shown = " * ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh_axes)
         raise ValueError(
-            f"axis {name!r} of size {size} cannot be split over mesh axes {shown}; make the mesh axis a divisor of "
-            f"{size} (config.mesh.{mesh_axes[-1]}), pad the size (sharding.padded), or change the rule of {name!r}"
+            f"axis {name!r} of size {size} cannot be split over mesh axes {shown}; make the mesh "
+            f"axis a divisor of {size} (config.mesh.{mesh_axes[-1]}), pad the size, or change the "
+            f"rule of {name!r}"
         )
 
 
 def make_mesh(
     sizes: Mapping[str, int] | None = None, /, *, devices=None, axis_types="explicit", **more: int
 ) -> Mesh:
-    """A mesh of the named axes, `make_mesh(data=2, fsdp=4)`; those of MESH_AXES that are not named have size 1.
+    """A mesh of the named axes, `make_mesh(data=2, fsdp=4)`; others of MESH_AXES have size 1.
 
-    Axes of other names come first, in the order given. axis_types: 'explicit' or 'auto'. Raises ValueError if the
-    product is not the number of devices.
+    Axes of other names come first, in the order given. axis_types: 'explicit' or 'auto'. Raises
+    ValueError if the product is not the number of devices.
     """
     given = {**(sizes or {}), **more}
     sizes = {axis: size for axis, size in given.items() if axis not in MESH_AXES}
@@ -118,9 +121,8 @@ def make_mesh(
             f"mesh ({shown}) needs {math.prod(sizes.values())} devices and {len(devices)} are here"
         )
     kind = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}[axis_types]
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices
-    )
+    kinds = (kind,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
 
 
 # Part of jit's cache key: the same function under other rules is traced again.
@@ -137,14 +139,26 @@ def use(mesh: Mesh, rules: Rules) -> Iterator[None]:
         for axis in mesh_axes:
             if axis not in mesh.shape:
                 raise ValueError(
-                    f"the rule {name}={mesh_axes} names mesh axis {axis!r}, and the mesh has {mesh.axis_names}"
+                    f"the rule {name}={mesh_axes} names mesh axis {axis!r}, and the mesh has "
+                    f"{mesh.axis_names}"
                 )
     with jax.set_mesh(mesh), _current_rules(rules):
         yield
 
 
-def current_rules() -> Rules:
-    """The rules of the innermost `use`. Raises ValueError outside of one."""
+def mesh_axes(axes: str) -> tuple[str, ...]:
+    """The mesh axes that split these logical axes ("batch", or "batch seq"), without manual ones.
+
+    () outside `use`. For collectives: ask before entering the `shard_map` that needs them, as all
+    of its axes are manual inside.
+    """
+    if _current_rules.value is None:
+        return ()
+    found = [axis for name in _names(axes) for axis in _rules().mesh_axes(name)]
+    return _minus(found, _manual_axes())
+
+
+def _rules() -> Rules:
     if _current_rules.value is None:
         raise ValueError(
             "no sharding rules are in use; enter `with sharding.use(mesh, rules):` first"
@@ -152,139 +166,59 @@ def current_rules() -> Rules:
     return _current_rules.value
 
 
+def _manual_axes() -> tuple[str, ...]:
+    return _axes_of_type(AxisType.Manual)
+
+
+def _axes_of_type(kind: AxisType) -> tuple[str, ...]:
+    mesh = jax.sharding.get_abstract_mesh()
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, its_kind in pairs if its_kind == kind)
+
+
 def _mode() -> AxisType | None:
-    """Explicit or Auto inside `use`; None outside, and inside a shard_map, where arrays are local."""
+    """Explicit or Auto, as the axes that are not manual are; None where none of them is in use."""
     if _current_rules.value is None:
         return None
-    mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or AxisType.Manual in mesh.axis_types else mesh.axis_types[0]
-
-
-def mesh_axes(axis: str) -> tuple[str, ...]:
-    """The mesh axes that split a logical axis under the current rules; () outside `use`. For collectives in `shard_map`."""
-    return () if _current_rules.value is None else current_rules().mesh_axes(axis)
+    kinds = set(jax.sharding.get_abstract_mesh().axis_types) - {AxisType.Manual}
+    return kinds.pop() if kinds else None
 
 
 def param(
     rngs,
     shape: Sequence[int],
-    axes: str,
     *,
+    axes: str,
     scale: float | None = None,
     fill: float | None = None,
     dtype=jnp.float32,
 ):
-    """A flax NNX Param that knows its logical axes: truncated normal (+-3 sigma) times `scale`, or the constant `fill`.
+    """A flax NNX Param that knows its logical axes.
 
-    Needs no mesh. Stacked by `jax.vmap`, it gains a leading `layers` axis. The values depend on the key and the shape
-    only, never on the layout.
+    Its values are a truncated normal (+-3 sigma) times `scale`, or the constant `fill`; they depend
+    on the key and the shape only, never on the layout. Needs no mesh.
     """
     from flax import nnx
 
     names = _names(axes)
     if len(names) != len(shape):
         raise ValueError(
-            f"axes {axes!r} names {len(names)} dimensions and the shape {tuple(shape)} has {len(shape)}"
+            f"axes {axes!r} names {len(names)} dimensions and the shape {tuple(shape)} has "
+            f"{len(shape)}"
         )
     if (scale is None) == (fill is None):
         raise ValueError(f"param of axes {axes!r}: give either scale= or fill=")
     if fill is not None:
-        value = jnp.full(shape, fill, dtype)
-    else:
-        value = jax.random.truncated_normal(
-            rngs.params(), -3.0, 3.0, tuple(shape), dtype
-        ) * jnp.asarray(scale, dtype)
-    return nnx.Param(value, axes=names)
+        return nnx.Param(jnp.full(shape, fill, dtype), axes=names)
+    normal = jax.random.truncated_normal(rngs.params(), -3.0, 3.0, tuple(shape), dtype)
+    return nnx.Param(normal * jnp.asarray(scale, dtype), axes=names)
 
 
-def padded(size: int, multiple: int = 128) -> int:
-    """`size` rounded up to a multiple, for vocabularies: any usual tensor axis divides it, in every layout alike."""
-    return -(-size // multiple) * multiple
+def axes_of(box) -> tuple[str, ...] | None:
+    """The logical axes that a box keeps with its array; None if this is no such box.
 
-
-def shardings(
-    tree,
-    patterns: Sequence[tuple[str, str]] | None = None,
-    *,
-    rules: Rules | None = None,
-    mesh=None,
-):
-    """The tree with a NamedSharding in place of every array (or ShapeDtypeStruct): for `out_shardings` and restore.
-
-    The axes come from the leaves' metadata (NNX variables made by `param`, Linen's `with_partitioning`), or from
-    `patterns`, pairs of a regular expression searched in the leaf's path ("layers/mlp/up") and its axes, first match first.
-    An array with one dimension more than it has axes is a stack, and gains a leading `layers` axis. Scalars are
-    replicated. Raises ValueError for an array that nothing describes, or that its mesh axes do not divide.
+    Boxes: an NNX Variable (`axes`, or flax's own `out_sharding`), a Linen Partitioned (`names`).
     """
-    mesh, rules = _mesh_and_rules(mesh, rules)
-
-    def sharding_of(path, names, leaf):
-        try:
-            return NamedSharding(mesh, rules.spec(names, leaf.shape, mesh=mesh))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-
-    return _map_described(sharding_of, tree, patterns)
-
-
-def _mesh_and_rules(mesh, rules):
-    if mesh is None:
-        mesh = jax.sharding.get_mesh()
-        if mesh.empty:
-            raise ValueError(
-                "no mesh is in use; pass mesh= or enter `with sharding.use(mesh, rules):`"
-            )
-    return mesh, current_rules() if rules is None else rules
-
-
-def _map_described(function: Callable, tree, patterns=None):
-    """Maps `function(path, axis names, array)` over the arrays, keeping the boxes that hold them."""
-
-    def visit(path, box):
-        path = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-        return jax.tree.map(
-            lambda leaf: function(path, _describe(path, box, leaf, patterns), leaf), box
-        )
-
-    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=_is_box)
-
-
-def _describe(path, box, leaf, patterns) -> tuple[str, ...]:
-    if leaf.ndim == 0:
-        return ()
-    names = _axes_of(box) if patterns is None else None
-    for pattern, axes in patterns or ():
-        if re.search(pattern, path):
-            names = _names(axes)
-            break
-    if names is None:
-        how = (
-            "make it with sharding.param or pass patterns="
-            if patterns is None
-            else "add a pattern that matches it"
-        )
-        raise ValueError(
-            f"{path}: nothing says what the axes of this {tuple(leaf.shape)} array are; {how}"
-        )
-    return _stacked(path, names, leaf.ndim)
-
-
-def _stacked(path, names, ndim) -> tuple[str, ...]:
-    if ndim == len(names) + 1:
-        names = ("layers", *names)
-    if len(names) != ndim:
-        raise ValueError(
-            f"{path}: axes {' '.join(names)!r} name {len(names)} dimensions and the array has {ndim}"
-        )
-    return names
-
-
-def _is_box(x) -> bool:
-    return _axes_of(x) is not None
-
-
-def _axes_of(box) -> tuple[str, ...] | None:
-    """Axis names kept by an NNX Variable (`axes`, or flax's own `out_sharding`) or a Linen Partitioned (`names`)."""
     if hasattr(box, "get_metadata"):
         metadata = box.get_metadata()
         axes = metadata.get("axes", metadata.get("out_sharding"))
@@ -295,226 +229,306 @@ def _axes_of(box) -> tuple[str, ...] | None:
     return None if axes is None else _names(axes)
 
 
-def constrain(x, axes: str):
-    """`x` with the sharding of these logical axes: a reshard if it has another (Explicit), a constraint (Auto)."""
-    mode = _mode()
-    if mode is None:
-        return x
-    spec = current_rules().spec(axes, x.shape, mesh=jax.sharding.get_abstract_mesh())
-    if mode == AxisType.Explicit:
-        return jax.sharding.reshard(x, spec)
-    return jax.lax.with_sharding_constraint(x, spec)
+def shardings(tree, axes=None, *, rules: Rules | None = None, mesh=None):
+    """The tree with a NamedSharding in place of every array (or ShapeDtypeStruct).
 
-
-def reshard(tree, shardings):
-    """The arrays with the NamedShardings of a tree like theirs: moved if they have others (Explicit), constrained (Auto)."""
-    mode = _mode()
-    if mode is None:
-        return tree
-    move = jax.sharding.reshard if mode == AxisType.Explicit else jax.lax.with_sharding_constraint
-    return jax.tree.map(move, tree, shardings)
-
-
-def einsum(subscripts: str, *operands, out: str, dtype=None, **options):
-    """`jnp.einsum` whose result has the sharding of the logical axes `out`.
-
-    dtype: of the product of two operands, which are cast to it. The gradient of the second, the weight, leaves its product
-    in the weight's own dtype: in float32, and never rounded, for what `gather(..., reduce_dtype=jnp.float32)` returns.
-    Raises ValueError if `dtype` is given for other than two operands, or without "->".
+    axes: where the logical axes of the arrays are written. None: in the boxes that hold them (see
+    `axes_of`). A string: all arrays have these. A sequence of pairs: a regular expression searched
+    in the array's path ("layers/mlp/up") and its axes, first match first. Else a tree like `tree`
+    with a tuple of names in place of each array. A stack of layers has an axis of its own
+    ("layers embed mlp"). Scalars are replicated. Raises ValueError for an array that nothing
+    describes, whose axes are too few or too many, or that its mesh axes do not divide.
     """
-    if dtype is None:
-        return _einsum(subscripts, *operands, out=out, **options)
-    if len(operands) != 2 or "->" not in subscripts:
+    mesh, rules = _mesh_and_rules(mesh, rules)
+
+    def sharding_of(path, leaf, *, names):
+        try:
+            return NamedSharding(mesh, rules.spec(names, leaf.shape, mesh=mesh))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    return _map_described(sharding_of, tree, axes=axes)
+
+
+def _mesh_and_rules(mesh, rules):
+    if mesh is None:
+        mesh = jax.sharding.get_mesh()
+        if mesh.empty:
+            raise ValueError(
+                "no mesh is in use; pass mesh= or enter `with sharding.use(mesh, rules):`"
+            )
+    return mesh, _rules() if rules is None else rules
+
+
+def _map_described(function: Callable, tree, *, axes):
+    """Maps `function(path, array, names=)` over the arrays, keeping the boxes that hold them.
+
+    names: of the array's axes, in order.
+    """
+
+    def of_box(path, leaf, *, box):
+        return function(path, leaf, names=_names_of(leaf, axes, path=path, box=box))
+
+    def of_names(path, leaf, names):
+        path = _shown(path)
+        return function(path, leaf, names=_checked(_names(names), leaf, path=path))
+
+    if axes is None or isinstance(axes, str) or _is_patterns(axes):
+        return _map_boxes(of_box, tree)
+    return jax.tree_util.tree_map_with_path(of_names, tree, axes)
+
+
+def _is_patterns(axes) -> bool:
+    return isinstance(axes, list | tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in axes
+    )
+
+
+def _map_boxes(function: Callable, tree):
+    """Maps `function(path, array, box=)` over the arrays; the box of a bare array is itself."""
+
+    def visit(path, box):
+        return jax.tree.map(lambda leaf: function(_shown(path), leaf, box=box), box)
+
+    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=lambda x: axes_of(x) is not None)
+
+
+def _shown(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+
+
+def _names_of(leaf, axes, *, path, box) -> tuple[str, ...]:
+    """The names of an array's axes, from where `axes` says that they are written."""
+    if leaf.ndim == 0:
+        return ()
+    if axes is None:
+        names, how = axes_of(box), "make it with sharding.param or pass axes="
+    elif isinstance(axes, str):
+        names, how = _names(axes), ""
+    else:
+        found = (names for pattern, names in axes if re.search(pattern, path))
+        names, how = next(map(_names, found), None), "add a pattern that matches it"
+    if names is None:
         raise ValueError(
-            f"einsum({subscripts!r}) of {len(operands)} operands: with dtype= it takes two and their result, 'BD,DF->BF'"
+            f"{path}: nothing says what the axes of this {tuple(leaf.shape)} array are; {how}"
         )
-    x, weight = operands[0].astype(dtype), operands[1]
-    product = _einsum if weight.dtype == dtype else _einsum_of_wide_weight
-    return product(subscripts, x, weight, out=out, **options)
+    return _checked(names, leaf, path=path)
 
 
-def _einsum(subscripts, *operands, out, **options):
-    if _mode() == AxisType.Explicit:
-        return jnp.einsum(subscripts, *operands, out_sharding=current_rules().spec(out), **options)
-    result = jnp.einsum(subscripts, *operands, **options)
-    return constrain(result, out)
-
-
-def _einsum_of_wide_weight(subscripts, x, weight, *, out, **options):
-    x_axes, weight_axes, out_axes = re.split(",|->", subscripts.replace(" ", ""))
-    wide = weight.dtype
-
-    @jax.custom_vjp
-    def product(x, weight):
-        return _einsum(subscripts, x, weight.astype(x.dtype), out=out, **options)
-
-    def forward(x, weight):
-        # Where nothing is recomputed, the weight is kept as narrow as it is multiplied.
-        return product(x, weight), (x, weight.astype(x.dtype))
-
-    def backward(residuals, grad):
-        x, weight = residuals
-        (dx,) = jax.linear_transpose(
-            lambda x: _einsum(subscripts, x, weight, out=out, **options), x
-        )(grad)
-        to_weight = options | {"preferred_element_type": wide}
-        if _mode() == AxisType.Explicit:
-            to_weight["out_sharding"] = jax.typeof(weight).sharding.spec
-        return dx, jnp.einsum(
-            f"{x_axes},{out_axes}->{weight_axes}", x, constrain(grad, out), **to_weight
+def _checked(names, leaf, *, path) -> tuple[str, ...]:
+    if len(names) != leaf.ndim:
+        hint = '; a stack has an axis of its own ("layers embed mlp")' if names else ""
+        raise ValueError(
+            f"{path}: axes {' '.join(names)!r} name {len(names)} dimensions and the array has "
+            f"{leaf.ndim}{hint}"
         )
+    return names
 
-    product.defvjp(forward, backward)
-    return product(x, weight)
+
+def constrain(x, axes):
+    """`x` with the sharding of these logical axes; or a tree of arrays with those of a like tree.
+
+    axes: a string, or a tree of NamedShardings. On Explicit axes arrays move (`reshard`), on Auto
+    axes it is a constraint.
+    """
+    if _mode() is None:
+        return x
+    if not isinstance(axes, str):
+        return jax.tree.map(lambda leaf, sharding: _placed(leaf, sharding.spec), x, axes)
+    return _placed(x, _rules().spec(axes, x.shape, mesh=jax.sharding.get_abstract_mesh()))
+
+
+def _placed(x, spec):
+    if explicit := _axes_of_type(AxisType.Explicit):
+        x = jax.sharding.reshard(x, _like(x, _only(spec, explicit)))
+    if auto := _axes_of_type(AxisType.Auto):
+        x = jax.lax.with_sharding_constraint(x, _only(spec, auto))
+    return x
 
 
 def reshape(x, shape: Sequence[int], out: str):
     """`jnp.reshape` whose result has the sharding of the logical axes `out`."""
-    if _mode() == AxisType.Explicit:
-        return jnp.reshape(x, shape, out_sharding=current_rules().spec(out))
-    return constrain(jnp.reshape(x, shape), out)
+    spec = _rules().spec(out) if _mode() else None
+    if explicit := spec is not None and _axes_of_type(AxisType.Explicit):
+        x = jax.lax.reshape(x, shape, out_sharding=_like(x, _only(spec, explicit)))
+    else:
+        x = jnp.reshape(x, shape)
+    return x if spec is None else _placed(x, spec)
+
+
+def _like(x, spec: PartitionSpec) -> PartitionSpec:
+    """The spec, with the axes over which gradients of x are yet to be summed (`gather`)."""
+    return PartitionSpec(*spec.partitions, reduced=jax.typeof(x).sharding.spec.reduced)
+
+
+def einsum(subscripts: str, *operands, out: str, **options):
+    """`jnp.einsum` whose result has the sharding of the logical axes `out`."""
+    if _mode() is None:
+        return jnp.einsum(subscripts, *operands, **options)
+    spec = _rules().spec(out)
+    explicit = _axes_of_type(AxisType.Explicit)
+    if not explicit:
+        return _placed(jnp.einsum(subscripts, *operands, **options), spec)
+    wanted = _only(spec, explicit)
+    # In two steps, as else the operands of a weight's gradient would be split unlike, which jax
+    # refuses where that gradient is to stay a sum of each device's own tokens.
+    summed = _contracted_axes(subscripts, operands) if _any_reduced(operands) else ()
+    if summed:
+        partial = PartitionSpec(*_without(wanted, summed), unreduced=set(summed))
+        y = jnp.einsum(subscripts, *operands, out_sharding=partial, **options)
+    else:
+        y = jnp.einsum(subscripts, *operands, out_sharding=wanted, **options)
+    return _placed(y, spec) if summed or _axes_of_type(AxisType.Auto) else y
+
+
+def _any_reduced(operands) -> bool:
+    return any(jax.typeof(operand).sharding.spec.reduced for operand in operands)
+
+
+def _contracted_axes(subscripts: str, operands) -> tuple[str, ...]:
+    """The mesh axes that split what the product sums over."""
+    inputs, result = subscripts.replace(" ", "").split("->")
+    return tuple(
+        dict.fromkeys(
+            axis
+            for letters, operand in zip(inputs.split(","), operands, strict=True)
+            for letter, entry in zip(
+                letters, jax.typeof(operand).sharding.spec.partitions, strict=True
+            )
+            if letter not in result
+            for axis in _as_tuple(entry)
+        )
+    )
 
 
 def gather(
     tree,
     *,
     dtype=None,
-    reduce_dtype=None,
     over: Sequence[str] = ("fsdp",),
     axes: str | None = None,
-    name: str | None = None,
+    summed_over: Sequence[str] = (),
 ):
-    """The arrays whole along the mesh axes `over` and still split along the others, cast to `dtype` first.
+    """The arrays whole along the mesh axes `over` and still split along the others, cast first.
 
-    This is FSDP's all-gather; its transpose reduce-scatters the gradient, in `dtype`. Call it where the weights are
-    used, inside the checkpointed body of a layer scan, so that one layer is whole at a time. On an Auto mesh, arrays
-    without metadata need `axes`.
+    This is FSDP's all-gather; its transpose reduce-scatters the gradient, in `dtype`. Call it where
+    the weights are used, inside the checkpointed body of a layer scan, so that one layer is whole
+    at a time. On an Auto mesh, arrays without metadata need `axes`.
 
-    reduce_dtype: the gradient's, where it is wider than `dtype`. A gradient has the dtype of its array: the arrays are rounded
-    to `dtype` and move as such, but come out in `reduce_dtype`, for products by `einsum(..., dtype=)`.
-    name: of the gathered arrays for a checkpoint policy (`jax.ad_checkpoint.checkpoint_name`), as narrow as they moved.
+    summed_over: the mesh axes that split the tokens which the array meets. Named, a gradient stays
+    each device's own sum until it is reduce-scattered along `over`, and the shares alone are summed
+    over the rest (HSDP); else XLA sums whole gradients over all devices inside a scan. Such an
+    array may be read by products (`einsum`) alone. Explicit axes only.
     """
 
-    def gather_box(path, box):
-        path = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-        return jax.tree.map(
-            lambda leaf: gather_leaf(leaf, functools.partial(_whole, path, box, over, axes)), box
-        )
+    def gather_leaf(path, leaf, *, box):
+        if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
+            leaf = leaf.astype(dtype)
+        if _mode() is None or leaf.ndim == 0:
+            return leaf
+        if not _axes_of_type(AxisType.Explicit):
+            names = _names(axes) if axes is not None else axes_of(box)
+            if names is None:
+                raise ValueError(
+                    f"{path or 'gather'}: on an Auto mesh an array without metadata needs axes="
+                )
+            return _placed(leaf, _without(_rules().spec(names), over))
+        spec = jax.typeof(leaf).sharding.spec
+        whole, split = _without(spec, over), _split_axes(spec)
+        rest = _minus(summed_over, split)
+        if set(split) & set(over) and _size(rest) > 1:
+            # Its transpose, read backwards: reduce-scatter over `over`, then sum the shares.
+            leaf = jax.sharding.reshard(leaf, PartitionSpec(*spec.partitions, reduced=set(rest)))
+            left = _minus(summed_over, _split_axes(whole))
+            return jax.sharding.reshard(leaf, PartitionSpec(*whole, reduced=set(left)))
+        return jax.sharding.reshard(leaf, _like(leaf, whole))
 
-    def gather_leaf(leaf, whole):
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        narrow = jnp.dtype(dtype) if is_float and dtype is not None else leaf.dtype
-        wide = jnp.dtype(reduce_dtype) if is_float and reduce_dtype is not None else narrow
-
-        def gathered(leaf):
-            moved = whole(leaf.astype(narrow))
-            return moved if name is None else checkpoint_name(moved, name)
-
-        if wide.itemsize <= narrow.itemsize:
-            return gathered(leaf)
-        return _with_gradient_of(
-            lambda leaf: whole(leaf.astype(wide)), lambda leaf: gathered(leaf).astype(wide), leaf
-        )
-
-    return jax.tree_util.tree_map_with_path(gather_box, tree, is_leaf=_is_box)
-
-
-def _whole(path, box, over, axes, leaf):
-    mode = _mode()
-    if mode is None or leaf.ndim == 0:
-        return leaf
-    if mode == AxisType.Explicit:
-        return jax.sharding.reshard(leaf, _without(jax.typeof(leaf).sharding.spec, over))
-    names = _names(axes) if axes is not None else _axes_of(box)
-    if names is None:
-        raise ValueError(
-            f"{path or 'gather'}: on an Auto mesh an array without metadata needs axes="
-        )
-    spec = current_rules().spec(_stacked(path, names, leaf.ndim))
-    return jax.lax.with_sharding_constraint(leaf, _without(spec, over))
+    return _map_boxes(gather_leaf, tree)
 
 
-def _with_gradient_of(linear, function, x):
-    """`function(x)` with the gradient of `linear(x)`, whose result is of the same type."""
-    transpose = jax.linear_transpose(linear, jax.typeof(x))
-    differentiated = jax.custom_vjp(function)
-    differentiated.defvjp(lambda x: (function(x), None), lambda _, grad: transpose(grad))
-    return differentiated(x)
+def shard_map(function: Callable, *, in_axes: Sequence[str], out_axes, check_vma: bool = True):
+    """`function` on each device's own part of its arguments; plain `function` outside `use`.
 
+    All mesh axes that are not manual yet become so. in_axes: the logical axes of each argument;
+    out_axes: of the result, a string or a tuple of them ("" for a scalar). Kernels need this: a
+    custom call under plain jit gathers its inputs silently. A result must be the same on all
+    devices that its axes do not split (reduce it over `mesh_axes(...)` first).
 
-def _without(spec, over) -> PartitionSpec:
-    entries = [tuple(axis for axis in _as_tuple(entry) if axis not in over) for entry in spec]
-    return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
-
-
-def shard_map(function: Callable, *, in_axes: Sequence[str], out_axes):
-    """`function` on each device's own part of its arguments, all mesh axes manual; plain `function` outside `use`.
-
-    in_axes: the logical axes of each argument; out_axes: of the result, a string or a tuple of them ("" for a scalar). Kernels
-    need this: a custom call under plain jit gathers its inputs silently. A result must be the same on all devices that
-    its axes do not split (reduce it over `mesh_axes(...)` first).
+    check_vma: JAX proves that, and raises if it is not so. Off for kernels whose primitives do not
+    track what a value varies over, and always inside another shard_map, where JAX cannot.
     """
     if _mode() is None:
         return function
-    rules = current_rules()
-    in_specs = tuple(rules.spec(axes) for axes in in_axes)
-    out_specs = jax.tree.map(rules.spec, out_axes)
+    rules, manual = _rules(), _manual_axes()
+    free = _minus(jax.sharding.get_abstract_mesh().axis_names, manual)
+    mapped = jax.shard_map(
+        function,
+        axis_names=set(free),
+        in_specs=tuple(rules.spec(axes) for axes in in_axes),
+        out_specs=jax.tree.map(rules.spec, out_axes),
+        check_vma=check_vma and not manual,
+    )
 
     def constrained(*args):
-        placed = [constrain(arg, axes) for arg, axes in zip(args, in_axes, strict=True)]
-        # check_vma: cuDNN's primitives and custom_vjp rules do not track which axes a value varies over.
-        return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
-            *placed
-        )
+        return mapped(*(constrain(arg, axes) for arg, axes in zip(args, in_axes, strict=True)))
 
     return constrained
 
 
-def global_array(
-    fetch: Callable[[Any], np.ndarray], shape: Sequence[int], axes: str, *, mesh=None, rules=None
-):
-    """One global array out of what each host has: `fetch(index)` returns the part at this index, for local devices only."""
-    mesh, rules = _mesh_and_rules(mesh, rules)
-    sharding = NamedSharding(mesh, rules.spec(axes, shape, mesh=mesh))
-    return jax.make_array_from_callback(tuple(shape), sharding, fetch)
+def explain(tree, axes=None, *, rules: Rules | None = None, mesh=None) -> str:
+    """A table, a line an array: path, shape, logical axes, spec and MiB on each device.
 
-
-def explain(
-    tree,
-    patterns: Sequence[tuple[str, str]] | None = None,
-    *,
-    rules: Rules | None = None,
-    mesh=None,
-) -> str:
-    """A table, a line an array: path, shape, logical axes, spec and MiB on each device; the last line is the total."""
+    axes: as for `shardings`. The last line is the total.
+    """
     mesh, rules = _mesh_and_rules(mesh, rules)
     rows: list[tuple[str, ...]] = [("array", "shape", "logical axes", "spec", "MiB/device")]
     total = 0.0
 
-    def add(path, names, leaf):
+    def add(path, leaf, *, names):
         nonlocal total
         spec = rules.spec(names, leaf.shape, mesh=mesh)
         shard = NamedSharding(mesh, spec).shard_shape(leaf.shape)
         mib = math.prod(shard) * leaf.dtype.itemsize / 2**20
         total += mib
+        shape = "x".join(map(str, leaf.shape)) or "scalar"
         shown = ", ".join("+".join(_as_tuple(entry)) or "-" for entry in spec)
-        rows.append(
-            (
-                path,
-                "x".join(map(str, leaf.shape)) or "scalar",
-                " ".join(names),
-                f"({shown})",
-                f"{mib:,.3f}",
-            )
-        )
+        rows.append((path, shape, " ".join(names), f"({shown})", f"{mib:,.3f}"))
 
-    _map_described(add, tree, patterns)
+    _map_described(add, tree, axes=axes)
     rows.append(("total", "", "", "", f"{total:,.3f}"))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) if i == 4 else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )  # fmt: skip
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    for line, row in zip(lines, rows, strict=True):
+        line[-1] = row[-1].rjust(widths[-1])
+    return "\n".join("  ".join(line) for line in lines)
+
+
+# Specs.
+
+
+def _spec(entries) -> PartitionSpec:
+    return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+
+
+def _without(spec: PartitionSpec, axes) -> PartitionSpec:
+    return _spec(_minus(_as_tuple(entry), axes) for entry in spec.partitions)
+
+
+def _only(spec: PartitionSpec, axes) -> PartitionSpec:
+    return _without(spec, _minus(_split_axes(spec), axes))
+
+
+def _split_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    return tuple(axis for entry in spec.partitions for axis in _as_tuple(entry))
+
+
+def _minus(axes, others) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis not in others)
+
+
+def _size(axes) -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _names(axes) -> tuple[str, ...]:

@@ -1,8 +1,17 @@
-"""Hand-written kernels, one file each, with a plain-jnp `reference` beside it. Imported as `jaxscale.kernels`."""
+"""Kernels of ours, one file each, imported as `jaxscale.kernels`.
 
-# The bare name belongs to another package on PyPI, and a module imported under two names exists twice.
+An attention kernel's file offers
+  `attention(q, k, v, *, documents, scale, window=None, cap=None)`;
+  `reference`, the same in plain jnp;
+  `supported(q, k, *, platform, compute_capability, cap)`: None, or why it cannot run these shapes;
+  `HAS_QUADRATIC_MEMORY`, and `TRACKS_VMA`: whether its primitives tell JAX over which mesh axes a
+    value varies.
+"""
+
+# Where a checkout is on sys.path, this folder is found under its bare name too, which belongs to a
+# package of other people. Libraries look for theirs by importing the name and reading a version, so
+# that works, and the version is lower than any they take. Nothing else is here under that name: a
+# module imported under two names exists twice.
 if __name__ != "jaxscale.kernels":
-    raise ImportError(
-        f"this folder is the package jaxscale.kernels, not {__name__!r}: write `from jaxscale.kernels import ...`, "
-        "and run tests as `pytest`, not `python -m pytest`, which puts the checkout on sys.path"
-    )
+    __version__ = "0"
+    __path__ = []

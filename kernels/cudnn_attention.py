@@ -1,12 +1,13 @@
 """cuDNN flash attention with packed documents, for H100 and later.
 
-`jax.nn.dot_product_attention(implementation="cudnn")` knows no document boundaries. This binds jax's own cuDNN
-primitives, which do ("ragged" batches), and differs from jax's internal entry point in three ways: the offsets are
-computed here (jax < 0.11.2 scales the key offsets by the query's head count: wrong for grouped heads); the residuals carry checkpoint
-names, so that a remat policy can keep them and the backward pass never repeats the forward kernel; and the log-sum-exp
-is kept as [B, S, N] instead of cuDNN's [B * documents, N, S] (64 times smaller at 64 documents a row).
+`jax.nn.dot_product_attention(implementation="cudnn")` knows no document boundaries. This binds
+jax's own cuDNN primitives, which do ("ragged" batches), and differs from jax's internal entry point
+in three ways: the offsets are computed here (jax < 0.11.2 scales the key offsets by the query's
+head count: wrong for grouped heads); the residuals carry checkpoint names, so that a remat policy
+can keep them and the backward pass never repeats the forward pass; and the log-sum-exp is kept as
+[B, S, N] instead of cuDNN's [E, N, S] (64 times smaller at 64 documents a row).
 
-B rows, S sequence, N query heads, K key heads, H head size, M documents a row at most.
+B rows, S sequence, N query heads, K key heads, H head size, M documents a row at most, E = B * M.
 """
 
 import functools
@@ -18,36 +19,66 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.kernels.xla_attention import reference as reference
 
+HAS_QUADRATIC_MEMORY = False
+TRACKS_VMA = False
+
 MAX_HEAD_SIZE = 256
 
 
-def supported(q_BSNH, k_BSKH, *, platform: str, compute_capability: str = "9.0") -> str | None:
-    """None if `attention` can run these shapes on this platform ("gpu", "cpu"), else the reason why not."""
+def supported(
+    q_BSNH,
+    k_BSKH,
+    *,
+    platform: str,
+    compute_capability: str = "9.0",
+    cap: float | None = None,
+) -> str | None:
+    """None if `attention` can run these shapes on this platform ("gpu"), else the reason."""
     *_, num_heads, head_size = q_BSNH.shape
     if platform not in ("gpu", "cuda"):
         return f"cuDNN needs an NVIDIA GPU, not {platform}"
     if float(compute_capability) < 9.0:
-        return f"cuDNN attends to packed documents on H100 and later (compute capability 9.0), not {compute_capability}"
+        return (
+            f"cuDNN attends to packed documents on H100 and later (compute capability 9.0), not "
+            f"{compute_capability}"
+        )
     if q_BSNH.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention takes bfloat16 or float16, not {q_BSNH.dtype}"
     if head_size > MAX_HEAD_SIZE or head_size % 8:
         return f"head_size={head_size} is not a multiple of 8 up to {MAX_HEAD_SIZE}"
     if num_heads % k_BSKH.shape[2]:
         return f"num_heads={num_heads} is not a multiple of num_kv_heads={k_BSKH.shape[2]}"
+    if cap is not None:
+        return f"cuDNN attention has no soft cap on its scores, and the model asks for {cap}"
     return None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def attention(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale: float, window: int | None = None):
-    """Causal attention inside each document.
+def attention(
+    q_BSNH,
+    k_BSKH,
+    v_BSKH,
+    *,
+    documents,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+):
+    """Causal attention inside each document; padding comes out as zeros.
 
-    lengths_BM: int32 tokens of each document in order from the row's start, 0 for none; tokens past the last
-    document are padding and come out as zeros. Returns [B, S, N, H] in the input dtype; statistics are float32.
+    documents: with `lengths_BM`, int32 tokens of each document in order from the row's start, 0 for
+    none; tokens past the last document are padding. window: a token sees itself and the
+    `window - 1` before it. Returns [B, S, N, H] in the input dtype; statistics are float32.
     """
-    return _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window)[0]
+    assert cap is None, "supported() says no"
+    return _attention(q_BSNH, k_BSKH, v_BSKH, documents.lengths_BM, scale, window)
 
 
-def _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window):
+    return _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale=scale, window=window)[0]
+
+
+def _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, *, scale, window):
     out_BSNH, stats_ENS = cudnn._dot_product_attention_fwd_p.bind(
         q_BSNH,
         k_BSKH,
@@ -56,14 +87,17 @@ def _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window):
         is_training=True,
         **_options(scale, window),
     )
-    real_BS = jnp.arange(q_BSNH.shape[1])[None] < lengths_BM.sum(1, keepdims=True)
     # cuDNN leaves the rows of padding unwritten.
-    out_BSNH = jnp.where(real_BS[..., None, None], out_BSNH, jnp.zeros((), out_BSNH.dtype))
-    return out_BSNH, stats_ENS
+    return _without_padding(out_BSNH, lengths_BM), stats_ENS
+
+
+def _without_padding(x_BSNH, lengths_BM):
+    real_BS = jnp.arange(x_BSNH.shape[1])[None] < lengths_BM.sum(1, keepdims=True)
+    return jnp.where(real_BS[..., None, None], x_BSNH, jnp.zeros((), x_BSNH.dtype))
 
 
 def _attention_fwd(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window):
-    out_BSNH, stats_ENS = _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window)
+    out_BSNH, stats_ENS = _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale=scale, window=window)
     out_BSNH = checkpoint_name(out_BSNH, "attention_out")
     lse_BSN = checkpoint_name(_compact(stats_ENS, lengths_BM), "attention_lse")
     return out_BSNH, (q_BSNH, k_BSKH, v_BSKH, lengths_BM, out_BSNH, lse_BSN)
@@ -72,27 +106,38 @@ def _attention_fwd(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window):
 def _attention_bwd(scale, window, residuals, grad_BSNH):
     q_BSNH, k_BSKH, v_BSKH, lengths_BM, out_BSNH, lse_BSN = residuals
     grads = cudnn._dot_product_attention_bwd_p.bind(
-        q_BSNH, k_BSKH, v_BSKH, *_documents(q_BSNH, k_BSKH, lengths_BM), _expand(lse_BSN, lengths_BM), out_BSNH,
-        grad_BSNH, **_options(scale, window),
-    )  # fmt: skip
-    real_BS = jnp.arange(q_BSNH.shape[1])[None] < lengths_BM.sum(1, keepdims=True)
-    return *(
-        jnp.where(real_BS[..., None, None], g, jnp.zeros((), g.dtype)) for g in grads[:3]
-    ), None
+        q_BSNH,
+        k_BSKH,
+        v_BSKH,
+        *_documents(q_BSNH, k_BSKH, lengths_BM),
+        _expand(lse_BSN, lengths_BM),
+        out_BSNH,
+        grad_BSNH,
+        **_options(scale, window),
+    )
+    return *(_without_padding(grad, lengths_BM) for grad in grads[:3]), None
 
 
-attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _options(scale, window):
     return dict(
-        scale=scale, seed=0, dropout_rate=0.0, variadic_args=(False, False), mask_type=cudnn.MaskType.PADDING_CAUSAL,
-        layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=window,
-    )  # fmt: skip
+        scale=scale,
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=cudnn.MaskType.PADDING_CAUSAL,
+        layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=window,
+    )
 
 
 def _documents(q_BSNH, k_BSKH, lengths_BM):
-    """The primitive's operands after q, k, v: bias, lengths, element offsets, page tables (unused ones are empty)."""
+    """The primitive's operands after q, k, v: bias, lengths, element offsets, page tables.
+
+    Unused ones are empty.
+    """
     unused = jnp.zeros(0, q_BSNH.dtype)
     starts_BM = (
         _starts(lengths_BM)

@@ -1,13 +1,16 @@
-"""Compiles a config's step for GPUs that are elsewhere, and prints whether it fits their memory, its kernels and collectives.
+"""Compiles a config's step for GPUs that are elsewhere.
 
-    python scripts/compile_step.py --config configs/llama3_8b.py [--config.remat=auto ...] --gpus=8 [--hosts=4] [--target=h100]
+    python scripts/compile_step.py --config configs/llama3_8b.py [--config.remat=auto ...] \\
+        --gpus=8 [--hosts=4] [--target=h100]
 
-Needs `pip install 'jaxscale[aot]'`. --gpus: of one host. A step that does not fit is refused, with settings that would (exit
-code 2, after minutes).
+Prints whether it fits their memory, its calls of cuDNN and its collectives. Needs
+`pip install 'jaxscale[aot]'`. --gpus: of one host. A step that does not fit is refused, with
+settings that would (exit code 2, after minutes).
 """
 
 import os
 import time
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -16,13 +19,13 @@ from absl import app, flags
 from jaxscale.command_line import EXIT_MISTAKE, define_config, parse_flags, tell
 
 CONFIG = define_config()
-TARGET = flags.DEFINE_string("target", "h100", "The card: a name in jaxscale/targets.")
+TARGET = flags.DEFINE_string("target", "h100", "The card: a name in jaxscale/xla/targets.")
 GPUS = flags.DEFINE_integer("gpus", 8, "GPUs of one host.", lower_bound=1)
 HOSTS = flags.DEFINE_integer("hosts", 1, "Hosts.", lower_bound=1)
 DUMP = flags.DEFINE_string("dump", "", "A file to write the optimised HLO to.")
 flags.mark_flags_as_required(["config"])
 
-# What a run finds out from its data; 8 is what rows of 8192 tokens of the Python standard library need.
+# What a run finds out from its data; rows of 8192 tokens of the Python standard library need 8.
 DOCUMENTS_PER_ROW = 8
 
 
@@ -36,23 +39,22 @@ def main(argv: list[str]) -> int | None:
     try:
         devices = ahead.devices_of(TARGET.value, hosts=HOSTS.value, gpus_per_host=GPUS.value)
         pool_gib = ahead.pool_gib(TARGET.value)
-        step = ahead.compile_to_fit(config, devices, pool_gib=pool_gib)
+        update = ahead.compile_to_fit(config, devices, pool_gib=pool_gib)
     except ValueError as error:
         return tell(error, EXIT_MISTAKE)
-    assert step.compiled is not None
-    hlo = step.compiled.as_text() or ""
+    assert update.compiled is not None
+    seconds = time.perf_counter() - began
+    print(f"{len(devices)} x {devices[0].device_kind}, compiled in {seconds:.1f} s")
+    print(f"remat: {update.plan.execution.remat.value}")
     print(
-        f"{len(devices)} x {devices[0].device_kind}, compiled in {time.perf_counter() - began:.1f} s"
+        f"fits: {update.memory_gib:.1f} of {pool_gib:.1f} GiB a GPU, besides NCCL, cuDNN and the "
+        "CUDA context"
     )
-    print(f"remat: {step.plan.execution.remat.value}")
-    print(
-        f"fits: {step.memory_gib:.1f} of {pool_gib:.1f} GiB a GPU, besides NCCL, cuDNN and the CUDA context"
-    )
+    hlo = update.compiled.as_text() or ""
     for name, count in sorted(ahead.count_calls(hlo).items()):
         print(f"{count:5d}  {name}")
     if DUMP.value:
-        with open(DUMP.value, "w") as file:
-            file.write(hlo)
+        Path(DUMP.value).write_text(hlo)
     return None
 
 

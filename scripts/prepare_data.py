@@ -1,7 +1,9 @@
 """Tokenises text once, into a .bin/.idx store that jaxscale and Megatron read.
 
-    python scripts/prepare_data.py --input='corpus/*.jsonl.gz' --tokenizer=llama3/tokenizer.json --output=data/corpus
-    python scripts/train.py --config configs/llama3_8b.py --workdir runs/x --config.data.path=data/corpus
+    python scripts/prepare_data.py --input='corpus/*.jsonl.gz' --output=data/corpus \\
+        --tokenizer=llama3/tokenizer.json
+    python scripts/train.py --config configs/llama3_8b.py --workdir runs/x \\
+        --config.data.path=data/corpus
 
 Training on text directly does the same on first use, into a cache; this is for text that many runs
 share, and for machines that should not keep it twice. Needs twice the store's size while it runs.
@@ -34,12 +36,12 @@ OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace an existing store")
 flags.mark_flags_as_required(["input", "output"])
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     if argv[1:]:
         raise app.UsageError(
             f"unexpected {argv[1:]}: quote globs, so that the shell does not expand them"
         )
-    prefix = indexed.strip_suffix(OUTPUT.value)
+    prefix = indexed.strip_suffix(str(OUTPUT.value))
     if indexed.is_store(prefix) and not OVERWRITE.value:
         raise app.UsageError(
             f"{prefix}.bin or .idx exists; pass --overwrite to replace it, or another --output"
@@ -48,7 +50,11 @@ def main(argv):
     try:
         tokenizer = open_tokenizer(TOKENIZER.value)
         store = convert(
-            INPUT.value, prefix, tokenizer, format=FORMAT.value, text_field=TEXT_FIELD.value
+            str(INPUT.value),
+            prefix,
+            tokenizer=tokenizer,
+            format=FORMAT.value,
+            text_field=TEXT_FIELD.value,
         )
     except ValueError as error:
         raise app.UsageError(str(error)) from error

@@ -1,4 +1,7 @@
-"""Trains a language model: python scripts/train.py --config configs/tiny.py --workdir runs/tiny [--config.steps=500 ...]"""
+"""Trains a language model, as a config file says.
+
+python scripts/train.py --config configs/tiny.py --workdir runs/tiny [--config.steps=500 ...]
+"""
 
 import logging
 import shlex
@@ -25,7 +28,12 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
     try:
         run_config.validate(CONFIG.value)
-        return EXIT_INTERRUPTED if run(CONFIG.value) else 0
+        join_processes()
+        from jaxscale.train.loop import train
+
+        command = shlex.join([interpreter(), *sys.argv])
+        outcome = train(CONFIG.value, str(WORKDIR.value), command=command)
+        return EXIT_INTERRUPTED if outcome.interrupted else 0
     except (ValueError, RuntimeError) as error:
         if not raised_here(error):
             raise
@@ -34,27 +42,22 @@ def main(argv: list[str]) -> int:
         return EXIT_INTERRUPTED
 
 
-def run(config: run_config.Config) -> bool:
-    """True if it was interrupted."""
+def join_processes() -> None:
+    """Sets what must be set before JAX starts, and finds the other processes of the run."""
     import jax
 
     from jaxscale import distributed
-    from jaxscale.xla import options as xla
+    from jaxscale.xla.environment import set_environment
 
-    xla.set_environment()
+    set_environment()
     distributed.initialize()
     # Asking who leads touches the devices, so a process that is alone is not asked.
     is_lead = not jax.distributed.is_initialized() or distributed.is_lead()
     logging.getLogger("jaxscale").setLevel(logging.INFO if is_lead else logging.ERROR)
-    from jaxscale.train.loop import train
-
-    return train(
-        config, str(WORKDIR.value), command=shlex.join([interpreter(), *sys.argv])
-    ).interrupted
 
 
 def interpreter() -> str:
-    """As a user would type it: a fresh Debian has no `python`, and the one of `make` is in .venv."""
+    """As a user would type it: a fresh Debian has no `python`, and that of `make` is in .venv."""
     path = Path(sys.executable)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 

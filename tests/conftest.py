@@ -1,10 +1,17 @@
-"""Sets up JAX before any test imports it: 8 virtual CPU devices, strict dtype promotion, quick compiling.
+"""Sets up JAX before any test imports it: 8 virtual CPU devices, strict promotion, quick compiling.
 
-Everything goes through the environment, so the processes that tests start get the same. What is already set wins.
+Everything goes through the environment, so the processes that tests start get the same. What is
+already set wins.
 """
 
+import contextlib
 import os
+import signal
+import socket
+import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +21,9 @@ assert "jax" not in sys.modules, (
 
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
-    # Compiling is most of the suite: 24 sharded train steps take 42 s instead of 78 s (2 cores) with these two. They
-    # choose how hard LLVM works on each CPU kernel; XLA's own passes, sharding and collectives stay the same.
+    # Compiling is most of the suite: 24 sharded train steps take 42 s instead of 78 s (2 cores)
+    # with these two. They choose how hard LLVM works on the code of each fusion; XLA's own passes,
+    # sharding and collectives stay the same.
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
 )
@@ -27,9 +35,10 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 # float32 products are TF32 on a GPU otherwise, three digits short of what float32 tests ask for.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-# Off, although it would save most of the compiling: some of the train steps in tests/train/test_layouts.py, read back from
-# the cache, deadlock in their collectives on 8 CPU devices, and XLA aborts the process (jax 0.10.2 and 0.11.2, 10 of 12
-# warm runs). Compiled in the process itself they never did.
+# Off, although it would save most of the compiling: some of the train steps of
+# tests/train/test_layouts.py, read back from the cache, deadlock in their collectives on 8 CPU
+# devices, and XLA aborts the process (jax 0.10.2 and 0.11.2, 10 of 12 warm runs). Compiled in the
+# process itself they never did.
 # TODO: try again when jax >= 0.13.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
@@ -41,6 +50,30 @@ def pytest_report_header():
     return f"jax {jax.__version__}, {len(devices)} {devices[0].platform} devices"
 
 
+@pytest.fixture
+def spawn():
+    """`spawn(command, **options) -> Popen`; when the test ends, so do the process and its pipes."""
+    with contextlib.ExitStack() as stack:
+
+        def spawn(command, **options):
+            process = stack.enter_context(subprocess.Popen(command, text=True, **options))
+            stack.callback(process.kill)
+            return process
+
+        yield spawn
+
+
+@pytest.fixture
+def sigint_by_default():
+    """SIGINT interrupts, here and in processes that are started here.
+
+    A shell without job control has it ignored in what it starts with `&`, and so in all below.
+    """
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
 SMALL_CONFIG = """
 from jaxscale.config import Config, DataConfig, Dtype
 from jaxscale.models import llama
@@ -49,8 +82,14 @@ from jaxscale.schedules import cosine
 
 def get_config(arg=""):
     return Config(
-        model=llama.Config(vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64),
-        optim=adamw.Config(), schedule=cosine.Config(warmup_steps=200), steps=10_000, batch_size={batch_size}, seq_len=32,
+        model=llama.Config(
+            vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64
+        ),
+        optim=adamw.Config(),
+        schedule=cosine.Config(warmup_steps=200),
+        steps=10_000,
+        batch_size={batch_size},
+        seq_len=32,
         dtype=Dtype.FLOAT32,
         data=DataConfig(path="{folder}/*.txt", cache_dir="{folder}/cache", eval_fraction=0.3),
     )
@@ -59,7 +98,7 @@ def get_config(arg=""):
 
 @pytest.fixture(scope="session")
 def write_small_config():
-    """`write_small_config(folder, batch_size=8)`: the path of a config of a small model on small text, both in the folder."""
+    """`write_small_config(folder, batch_size=8)`: the path of a small config, beside its text."""
 
     def write(folder, *, batch_size):
         for number in range(8):
@@ -70,3 +109,50 @@ def write_small_config():
         return folder / "config.py"
 
     return write
+
+
+ONE_OF_TWO = """
+import sys
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+index, arguments = int(sys.argv[2]), sys.argv[3:]
+"""
+
+
+@pytest.fixture
+def run_two_processes():
+    """`run_two_processes(script, *arguments)`: what each of two processes of one run printed.
+
+    Each has two CPU devices, its `index`, and the `arguments` as strings.
+    """
+
+    def run(script, *arguments):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        }
+        code = ONE_OF_TWO + textwrap.dedent(script)
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, *map(str, (port, index, *arguments))],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for index in range(2)
+        ]
+        try:
+            outputs = [process.communicate(timeout=100)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+        return outputs
+
+    return run

@@ -1,4 +1,7 @@
-"""What a user gets wrong is told in a line that names key, value and fix, with exit code 2, before anything is harmed."""
+"""What a user gets wrong is told in a line that names key, value and fix, before it harms anything.
+
+The exit code is 2.
+"""
 
 import dataclasses
 import hashlib
@@ -19,7 +22,9 @@ from jaxscale.train.workdir import only_run
 ROOT = Path(__file__).parents[1]
 
 CONFIG = """
-from jaxscale.config import CheckpointConfig, Config, DataConfig, Dtype, EvalConfig, LogConfig, SampleConfig
+from jaxscale.config import (
+    CheckpointConfig, Config, DataConfig, Dtype, EvalConfig, LogConfig, SampleConfig
+)
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
@@ -29,7 +34,9 @@ def get_config(arg=""):
     if arg:
         raise ValueError(f"{arg} is not a variant of this file")
     return Config(
-        model=llama.Config(vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64),
+        model=llama.Config(
+            vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64
+        ),
         optim=adamw.Config(),
         schedule=cosine.Config(peak=3e-3, warmup_steps=2),
         steps=4,
@@ -44,15 +51,15 @@ def get_config(arg=""):
     )
 """
 
-# Imports once what the script imports, then runs each command line in a fork: 0.1 s instead of 3 s. No thread may be
-# alive at the fork; a JAX backend would bring some.
+# Imports once what the script imports, then runs each command line in a fork: 0.1 s instead of 3 s.
+# No thread may be alive at the fork; a JAX backend would bring some.
 SERVER = """
 import json, os, runpy, sys, traceback, warnings
 import grain, jax, orbax.checkpoint, ml_collections
 import jaxscale.train.loop
 from jax._src import xla_bridge
-from jaxscale.xla import options as xla
-xla.set_environment()  # asks about XLA_FLAGS once instead of in every child, 0.3 s
+from jaxscale.xla.environment import set_environment
+set_environment()  # asks about XLA_FLAGS once instead of in every child, 0.3 s
 warnings.simplefilter("ignore", RuntimeWarning)
 assert not xla_bridge.backends_are_initialized()
 for line in sys.stdin:
@@ -109,8 +116,6 @@ def command(folder):
         stdout=subprocess.PIPE,
         text=True,
     )
-    to_server, from_server = server.stdin, server.stdout
-    assert to_server is not None and from_server is not None
     outputs = iter(folder / f"output{number}" for number in range(1000))
 
     def command(*arguments, config="config.py", workdir="runs/new"):
@@ -121,16 +126,16 @@ def command(folder):
             f"--workdir={workdir}",
             *arguments,
         ]
-        to_server.write(json.dumps([str(output), argv]) + "\n")
-        to_server.flush()
-        assert from_server.readline(), "the server of the command lines has died"
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps([str(output), argv]) + "\n")
+        server.stdin.flush()
+        assert server.stdout.readline(), "the server of the command lines has died"
         texts = [Path(f"{output}.{descriptor}").read_text() for descriptor in (1, 2)]
         return Answer(*json.loads(Path(f"{output}.json").read_text()), *texts)
 
-    yield command
-    to_server.close()
-    assert server.wait(20) == 0
-    from_server.close()
+    with server:  # closes its pipes and waits: without a line to read it ends
+        yield command
+    assert server.returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -233,14 +238,37 @@ def workdir_for(arguments, trained):
 
 # What only the number of devices tells.
 ON_DEVICES = {
-    "--config.xla_options=xla_backend_optimization_level=high": ("config.xla_options", "'high' is not a valid int32 value"),
-    "--config.mesh.fsdp=3": ("config.mesh (fsdp=3) needs 3 devices and 8 are here", "set one axis to -1"),
-    "--config.mesh.tensor=3": ("config.mesh (fsdp=-1, tensor=3) needs a multiple of 3 devices", "product is 8"),
-    "--config.mesh.tensor=8": ("config.model.num_heads=4", "tensor=8", "set config.mesh.tensor to a divisor of 4"),
-    "--config.batch_size=12": ("config.batch_size=12", "must be a multiple of data * fsdp * expert = 8"),
-    "--config.batch_size=8 --config.grad_accumulation=2": ("config.batch_size=8", "set config.batch_size to a multiple of 16"),
-    "--config.mesh.tensor=4 --config.seq_len=30": ("config.seq_len=30", "config.mesh.tensor=4", "sequence_parallel=False"),
-}  # fmt: skip
+    "--config.xla_options=xla_backend_optimization_level=high": (
+        "config.xla_options",
+        "'high' is not a valid int32 value",
+    ),
+    "--config.mesh.fsdp=3": (
+        "config.mesh (fsdp=3) needs 3 devices and 8 are here",
+        "set one axis to -1",
+    ),
+    "--config.mesh.tensor=3": (
+        "config.mesh (fsdp=-1, tensor=3) needs a multiple of 3 devices",
+        "product is 8",
+    ),
+    "--config.mesh.tensor=8": (
+        "config.model.num_heads=4",
+        "tensor=8",
+        "set config.mesh.tensor to a divisor of 4",
+    ),
+    "--config.batch_size=12": (
+        "config.batch_size=12",
+        "must be a multiple of data * fsdp * expert = 8",
+    ),
+    "--config.batch_size=8 --config.grad_accumulation=2": (
+        "config.batch_size=8",
+        "set config.batch_size to a multiple of 16",
+    ),
+    "--config.mesh.tensor=4 --config.seq_len=30": (
+        "config.seq_len=30",
+        "config.mesh.tensor=4",
+        "sequence_parallel=False",
+    ),
+}
 
 
 @pytest.mark.parametrize("arguments", ON_DEVICES)
@@ -311,8 +339,12 @@ def test_data_that_changed_under_a_run_is_refused(command, trained, folder):
     answer = command("--config.data.path=changed", workdir=trained)
     # The checkpoint that knows the data is read with Orbax, which asks for the devices.
     assert_mistake(
-        answer, "changed is not the data this run began with", "num_tokens was", "restore config.data.path", touched_devices=True
-    )  # fmt: skip
+        answer,
+        "changed is not the data this run began with",
+        "num_tokens was",
+        "restore config.data.path",
+        touched_devices=True,
+    )
     assert content(trained) == before
 
 
@@ -395,18 +427,23 @@ def test_ids_beyond_the_vocabulary_are_told(command, tmp_path):
     )
     write_store(tmp_path / "first", bad_id=300, at=0)
     answer = command(f"--config.data.path={tmp_path / 'first'}", workdir=tmp_path / "store")
-    assert_mistake(answer, "document 0 holds id 300 at position 0", "set config.model.vocab_size")  # fmt: skip
+    assert_mistake(answer, "document 0 holds id 300 at position 0", "set config.model.vocab_size")
 
 
 def test_an_id_beyond_the_vocabulary_that_turns_up_later_is_told_too(command, tmp_path):
-    # 28 of the 40 documents are for training; the rows looked at before the start are 444 tokens apart.
+    # 28 of the 40 documents are for training; before the start rows 444 tokens apart are looked at.
     write_store(tmp_path / "later", bad_id=300, at=200)
     answer = command(
         f"--config.data.path={tmp_path / 'later'}",
         "--config.data.shuffle=False",
         workdir=tmp_path / "run",
     )
-    assert_mistake(answer, "document 0 holds id 300 at position 200", "set config.model.vocab_size", touched_devices=True)  # fmt: skip
+    assert_mistake(
+        answer,
+        "document 0 holds id 300 at position 200",
+        "set config.model.vocab_size",
+        touched_devices=True,
+    )
 
 
 def test_another_runs_checkpoint_is_refused_also_without_its_config_json(command, trained, folder):

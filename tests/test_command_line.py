@@ -52,7 +52,7 @@ def test_a_config_is_read_with_its_settings_as_often_as_asked():
 )
 def test_a_scripts_flag_that_is_wrong_is_told_without_a_traceback(script, arguments, told):
     command = [sys.executable, ROOT / "scripts" / script, *arguments]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert answer.returncode == 2, answer.stderr
     assert (
         "\nerror: " in answer.stderr and told in answer.stderr and "Traceback" not in answer.stderr
@@ -64,6 +64,6 @@ def test_help_shows_the_config_among_a_scripts_flags():
         [sys.executable, ROOT / "scripts" / "train.py", "--help"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert "--config:" in answer.stdout and "--workdir:" in answer.stdout

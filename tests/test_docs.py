@@ -1,4 +1,7 @@
-"""What the documentation shows is so: its examples run, and the files and settings that it names exist."""
+"""What the documentation shows is so.
+
+Its examples run, and the files and settings that it names exist.
+"""
 
 import contextlib
 import importlib.util
@@ -10,9 +13,18 @@ import jax
 import pytest
 
 from jaxscale import config as run_config
+from tests.test_layers import LAYERS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/design.md", "docs/sharding.md", "docs/data.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/design.md",
+    "docs/decisions.md",
+    "docs/sharding.md",
+    "docs/data.md",
+    "docs/performance.md",
+)
 # Up to the fence that ends the block.
 BODY = r"(?:(?!^```).)*"
 PYTHON = re.compile(rf"^```python\n(?P<source>{BODY})^```$", re.MULTILINE | re.DOTALL)
@@ -28,6 +40,15 @@ FILE = re.compile(
 SETTING = re.compile(r"(?:`|--)config\.(?!py\b|json\b)([a-z_]+(?:\.[a-z_]+)*)")
 
 
+# A line of README's table of files: | `folder/` | `file.py` what it is; ... |
+FOLDER_ROW = re.compile(r"^\| `([\w/]+/)` \| (.*) \|$", re.MULTILINE)
+FOLDERS = ("jaxscale", "kernels", "configs", "scripts")
+# CONTRIBUTING's chain of layers: `a`, `b` < `c` < ...
+CHAIN = re.compile(r"^Imports point down: (.*?)\.$", re.MULTILINE | re.DOTALL)
+# A line of the table of remat policies: | full | nothing | 0 |, or | gemms (default) | ...
+REMAT_TABLE = re.compile(r"^\| remat \|.*\n\|---.*\n((?:\|.*\n)+)", re.MULTILINE)
+
+
 def matches(pattern):
     """A test parameter (page, line, match) for each place where a page has the pattern."""
     found = []
@@ -40,7 +61,10 @@ def matches(pattern):
 
 
 def run(page, line, source):
-    """What the block prints; it has a namespace of its own, and a traceback shows the page's line."""
+    """What the block prints.
+
+    It has a namespace of its own, and a traceback shows the page's line.
+    """
     printed = io.StringIO()
     # optax needs the standard promotion, and it is what a reader's project has.
     with contextlib.redirect_stdout(printed), jax.numpy_dtype_promotion("standard"):
@@ -78,3 +102,40 @@ def test_the_settings_named_on_a_page_exist(page):
         except AttributeError:
             missing.append(key)
     assert missing == []
+
+
+def source_files():
+    """Every module of the tree but `__init__.py`, as README's table is to name it."""
+    paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    names = {str(path.relative_to(ROOT)) for path in paths if path.name != "__init__.py"}
+    # Before Python 3.13 rglob follows the link to kernels/.
+    return {name for name in names if not name.startswith("jaxscale/kernels/")}
+
+
+def files_of_table(text):
+    """The modules in a table of lines | `folder/` | `file.py` what it is; ... |."""
+    return [
+        folder + name
+        for folder, cell in FOLDER_ROW.findall(text)
+        for name in re.findall(r"`(\w+\.py)`", cell)
+    ]
+
+
+def test_readmes_table_of_files_names_every_module_once():
+    named = files_of_table((ROOT / "README.md").read_text())
+    assert sorted(named) == sorted(source_files())
+
+
+def test_contributings_chain_of_layers_is_that_of_the_layer_test():
+    (chain,) = CHAIN.findall((ROOT / "CONTRIBUTING.md").read_text())
+    written = [set(re.findall(r"`(\w+)`", layer)) for layer in chain.split("<")]
+    held: dict[int, set[str]] = {}
+    for part, layer in LAYERS.items():
+        if part != "jaxscale":  # the package itself, which holds a version
+            held.setdefault(layer, set()).add(part.removeprefix("jaxscale."))
+    assert written == [held[layer] for layer in sorted(held)]
+
+
+def test_the_remat_table_has_every_policy():
+    (rows,) = REMAT_TABLE.findall((ROOT / "docs/decisions.md").read_text())
+    assert set(re.findall(r"^\| (\w+)", rows, re.MULTILINE)) == set(run_config.Remat)

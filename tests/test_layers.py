@@ -1,4 +1,7 @@
-"""Imports point down: each part of the tree may use the layers below it, so it can be read and tested without those above."""
+"""Imports point down: each part of the tree may use the layers below it.
+
+So it can be read and tested without those above.
+"""
 
 import ast
 import sys
@@ -29,15 +32,18 @@ LAYERS = {
     "jaxscale.parallel": 5,
     "jaxscale.compile": 5,
     "jaxscale.train": 6,
-    "jaxscale.perf": 7,  # what measures a run is above it: scripts alone import it
+    "jaxscale.perf": 7,
     "scripts": 8,
     "configs": 8,
     "tests": 9,  # nothing imports tests, and tests may look at everything
 }
 
-# Other people's packages that a part may import; parts without a line may import any. The standard library always may.
+# Other people's packages that a part may import; parts without a line may import any. All may
+# import the standard library.
 ONLY = {"jaxscale": set(), "jaxscale.kernels": {"jax", "numpy", "jax_triton", "triton"}}
 NEVER = {"jaxscale.config": {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}}
+# What measures training is no part of it: a config, although it is above, does not import it.
+IMPORTERS = {"jaxscale.perf": {"jaxscale.perf", "scripts", "tests"}}
 # At module level only: sharding reads flax metadata where it meets some, and works without flax.
 NEVER_AT_IMPORT = {"jaxscale.sharding": {"flax"}}
 
@@ -50,7 +56,10 @@ class Import:
 
 
 def source_files(root):
-    """Yields (dotted module name, path). kernels/ counts as jaxscale.kernels; the symlink to it is not followed."""
+    """Yields (dotted module name, path).
+
+    kernels/ counts as jaxscale.kernels; the symlink to it is not followed.
+    """
     folders = {"jaxscale": "jaxscale", "kernels": "jaxscale.kernels"} | {
         top: top for top in ("scripts", "configs", "tests")
     }
@@ -90,7 +99,10 @@ def imports_of(path, module):
 
 
 def part_of(module, root):
-    """Returns the part of the tree a module belongs to, as LAYERS names it; None for other people's modules."""
+    """Returns the part of the tree a module belongs to, as LAYERS names it.
+
+    None for other people's modules.
+    """
     names = module.split(".")
     if names[0] == "kernels":
         return "jaxscale.kernels"
@@ -110,7 +122,8 @@ def objection(part, imported, root):
         if outside in sys.stdlib_module_names:
             return None
         if part in ONLY and outside not in ONLY[part]:
-            return f"{part} may import {', '.join(sorted(ONLY[part])) or 'nothing'} and the standard library only"
+            allowed = ", ".join(sorted(ONLY[part])) or "nothing"
+            return f"{part} may import {allowed} and the standard library only"
         if outside in NEVER.get(part, ()):
             return f"{part} must be importable without {outside}"
         if imported.at_import and outside in NEVER_AT_IMPORT.get(part, ()):
@@ -124,6 +137,8 @@ def objection(part, imported, root):
         return (
             "other projects take jaxscale.sharding alone, so it takes plain arguments and no Config"
         )
+    if part not in IMPORTERS.get(target, {part}):
+        return f"{target} is imported by {' and '.join(sorted(IMPORTERS[target] - {target}))} only"
     if target == part or LAYERS[target] < LAYERS[part]:
         if part in ONLY and target not in (part, "jaxscale"):
             return f"{part} imports nothing else of jaxscale"
@@ -185,7 +200,8 @@ ALLOWED = {
     ),
     "kernel": (
         "kernels/rms.py",
-        "import functools\nimport jax.numpy as jnp\nimport jax_triton as jt\nimport triton.language as tl",
+        "import functools\nimport jax.numpy as jnp\nimport jax_triton as jt\n"
+        "import triton.language as tl",
     ),
     "kernel, its own package": ("kernels/rms.py", "from jaxscale.kernels import tiles"),
     "version": ("jaxscale/metrics.py", "from jaxscale import __version__"),
@@ -193,6 +209,7 @@ ALLOWED = {
         "jaxscale/config.py",
         "import dataclasses, enum\nfrom ml_collections import config_dict",
     ),
+    "a script that measures": ("scripts/x.py", "from jaxscale.perf import records"),
     "a test": ("tests/test_x.py", "from jaxscale import config, train\nimport scripts.train"),
     "a config file": (
         "configs/foo.py",
@@ -214,6 +231,8 @@ FORBIDDEN = {
     "same layer, files": ("jaxscale/checkpoint.py", "from jaxscale.data import store"),
     "scripts above train": ("jaxscale/train/loop.py", "from scripts import train"),
     "tests": ("scripts/train.py", "import tests.conftest"),
+    "configs and perf": ("configs/foo.py", "from jaxscale.perf import records"),
+    "train and perf": ("jaxscale/train/loop.py", "from jaxscale.perf import records"),
     "sharding and config": ("jaxscale/sharding.py", "from jaxscale.config import MeshConfig"),
     "sharding and config, inside a function": (
         "jaxscale/sharding.py",

@@ -9,19 +9,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jaxscale import optim
+from jaxscale import sharding as shd
+from jaxscale.models import llama
 from jaxscale.optim import adamw
 
+# What optimisers share is no optimiser.
+SHARED = ("axes",)
 MODULES = [
     importlib.import_module(f"jaxscale.optim.{info.name}")
     for info in pkgutil.iter_modules(optim.__path__)
+    if info.name not in SHARED
 ]
+
+
+def name_of(module):
+    return module.__name__.rpartition(".")[2]
 
 
 @pytest.fixture(autouse=True)
 def optax_promotion():
-    """As in the train step: optax raises floats to an int32 count."""
+    """As in the update: optax raises floats to an int32 count."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -30,7 +40,7 @@ def test_the_optimisers_are_found():
     assert adamw in MODULES
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
 def test_an_optimiser_is_a_valid_config_that_builds_and_minimises(module):
     config = module.Config()
     config.validate()
@@ -50,9 +60,39 @@ def test_an_optimiser_is_a_valid_config_that_builds_and_minimises(module):
     assert loss(params) < 0.7 * first
 
 
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_an_optimiser_names_an_axis_for_every_dim_of_its_state(module, llama_params):
+    config = module.Config()
+    state = jax.eval_shape(config.build(optax.constant_schedule(0.1)).init, llama_params)
+    axes = config.state_axes(state, params=llama_params)
+    known = {name for box in boxes(llama_params) for name in shd.axes_of(box) or ()}
+    num_split = 0
+
+    def check(leaf, names):
+        nonlocal num_split
+        assert len(names) == leaf.ndim and set(names) <= known | {"_"}
+        num_split += bool(set(names) - {"_"})
+
+    jax.tree.map(check, state, axes)
+    # State that no axis splits lies whole on every device.
+    assert num_split >= len(boxes(llama_params))
+
+
+def boxes(params):
+    return jax.tree.leaves(params, is_leaf=lambda x: shd.axes_of(x) is not None)
+
+
 @pytest.mark.parametrize(
-    ("key", "value"), [("b1", 1.0), ("b1", -0.1), ("b2", 1.0), ("eps", -1e-8), ("weight_decay", -0.1), ("clip_norm", -1.0)]
-)  # fmt: skip
+    ("key", "value"),
+    [
+        ("b1", 1.0),
+        ("b1", -0.1),
+        ("b2", 1.0),
+        ("eps", -1e-8),
+        ("weight_decay", -0.1),
+        ("clip_norm", -1.0),
+    ],
+)
 def test_adamw_refuses_values_out_of_range_with_key_and_fix(key, value):
     with pytest.raises(ValueError, match=rf"config\.optim\.{key}={value}: set it"):
         adamw.Config(**{key: value}).validate()
@@ -83,20 +123,21 @@ def test_every_parameter_of_a_llama_decays_but_norms_and_biases(config_leaf_name
         "layers.gate",
         "layers.up",
         "layers.down",
-        "output",
+        "head",
     }
     assert kept == {
-        "norm", "layers.attention_norm", "layers.mlp_norm", "layers.qkv_bias", "layers.q_norm", "layers.k_norm",
-    }  # fmt: skip
+        "norm",
+        "layers.attention_norm",
+        "layers.mlp_norm",
+        "layers.qkv_bias",
+        "layers.q_norm",
+        "layers.k_norm",
+    }
 
 
-@pytest.fixture
-def config_leaf_names():
-    """Names of a Llama's parameters that decay, and that do not."""
-    from flax import nnx
-
-    from jaxscale.models import llama
-
+@pytest.fixture(scope="module")
+def llama_params():
+    """Boxes of shapes, one of every kind that a Llama has."""
     config = llama.Config(
         vocab_size=8,
         model_dim=8,
@@ -107,9 +148,14 @@ def config_leaf_names():
         qkv_bias=True,
         qk_norm=True,
     )
-    params = nnx.split(jax.eval_shape(lambda: config.build(nnx.Rngs(0))))[1]
+    return nnx.split(jax.eval_shape(lambda: config.build(nnx.Rngs(0))))[1]
+
+
+@pytest.fixture
+def config_leaf_names(llama_params):
+    """Names of a Llama's parameters that decay, and that do not."""
     names: tuple[set[str], set[str]] = (set(), set())
-    for path, decays in jax.tree_util.tree_leaves_with_path(adamw.Config().decays(params)):
+    for path, decays in jax.tree_util.tree_leaves_with_path(adamw.Config().decays(llama_params)):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         names[0 if decays else 1].add(name)
     return names

@@ -1,6 +1,7 @@
 """What an installed jaxscale, its set-up files and a fresh clone promise."""
 
 import configparser
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -22,8 +23,13 @@ CONFIG_FILES = sorted(
 def python(code, cwd=ROOT):
     """Runs `python -c code`, which has `cwd` on sys.path."""
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=600
     )
+
+
+def is_installed(name):
+    """True for an installed package, whatever lies on sys.path."""
+    return any(found.name == name for found in importlib.metadata.distributions())
 
 
 def read_requirements(lines):
@@ -74,11 +80,46 @@ def test_kernels_are_a_relative_symlink():
     assert os.readlink(link) == "../kernels"
 
 
-def test_the_bare_name_kernels_is_refused_with_the_right_one():
-    done = python("import kernels")
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import kernels.xla_attention",
+        "from kernels import xla_attention",
+        "from kernels.xla_attention import reference",
+    ],
+)
+def test_the_bare_name_kernels_gives_no_second_copy_of_a_module(statement):
+    done = python(statement)
     assert done.returncode
-    assert "ImportError" in done.stderr
-    assert "jaxscale.kernels" in done.stderr
+    assert "ImportError" in done.stderr or "ModuleNotFoundError" in done.stderr
+
+
+# What transformers does before it uses the package named kernels: it takes the version of the
+# installed package of that name, or else the module's, and compares.
+PROBE = """
+import importlib, importlib.metadata, importlib.util
+from packaging import version
+
+assert importlib.util.find_spec("kernels") is not None
+try:
+    found = importlib.metadata.version("kernels")
+except importlib.metadata.PackageNotFoundError:
+    found = getattr(importlib.import_module("kernels"), "__version__", "N/A")
+print(version.parse(found) >= version.parse("0.0.1"))
+"""
+
+
+@pytest.mark.skipif(is_installed("kernels"), reason="the other package is installed")
+def test_a_probe_for_the_other_package_named_kernels_does_not_fail_and_does_not_take_ours():
+    done = python(PROBE)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+@pytest.mark.skipif(not is_installed("transformers"), reason="transformers is not installed")
+@pytest.mark.skipif(is_installed("kernels"), reason="the other package is installed")
+def test_transformers_can_be_imported_with_the_checkout_on_sys_path():
+    done = python("import transformers; print(transformers.LlamaForCausalLM.__name__)")
+    assert (done.returncode, done.stdout) == (0, "LlamaForCausalLM\n"), done.stderr
 
 
 def test_tests_do_not_see_the_checkout_on_sys_path():
@@ -156,37 +197,69 @@ def test_cpu_users_get_no_triton():
     assert not names & {"triton", "jax-triton"}
 
 
+# By its shape: the list of a package's files, a file for an installer, or an option that names an
+# index.
 INDEX_ADDRESS = re.compile(
-    r"(?:extra-|default-)?index-url\s*=?|https?://[^\s'\"]*/(?:simple|pypi/)|https?://[^\s/'\"]*(?:registry|mirror|pypi|pythonhosted)",
-    re.IGNORECASE,
+    r"""https?://[^\s'"<>]*/simple(?![\w.-])
+    | https?://[^\s'"<>]*\.whl\b
+    | (?<![a-z])index[-_]url\b
+    | --(?:extra-|default-)?index[=\s]+\S*://
+    | _index=\S*://
+    | \b(?:registry|find[-_]links)\b['"]?\s*[:=\s]\s*['"]?https?://
+    """,
+    re.IGNORECASE | re.VERBOSE,
 )
 HOME_PATH = re.compile(r"(?<![\w.$}~-])/(?:home|Users|root)/[\w.]+")
+PATTERNS = {"package index": INDEX_ADDRESS, "home path": HOME_PATH}
 
 
-@pytest.mark.parametrize("pattern", [INDEX_ADDRESS, HOME_PATH], ids=["package index", "home path"])
-def test_no_tracked_file_names_this_machine(pattern):
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_no_tracked_file_names_this_machine(kind):
     found = [
         f"{name}:{number}: {line.strip()[:120]}"
         for name, text in tracked_text_files()
         for number, line in enumerate(text.splitlines(), 1)
-        if pattern.search(line) and name != "tests/test_packaging.py"
+        if PATTERNS[kind].search(line) and name != "tests/test_packaging.py"
     ]
     assert found == []
 
 
 @pytest.mark.parametrize(
-    ("pattern", "text"),
+    ("kind", "text"),
     [
-        (INDEX_ADDRESS, "--extra-index-url https://example.org/x"),
-        (INDEX_ADDRESS, "https://packages.example.org/api/simple"),
-        (INDEX_ADDRESS, "registry = https://mirror.example.org/a"),
-        (HOME_PATH, "see /home/ada/jaxscale/runs"),
-        (HOME_PATH, '"/root/.cache/jax"'),
-        (HOME_PATH, "file:///Users/ada/x"),
+        ("package index", "--extra-index-url https://example.org/x"),
+        ("package index", "index-url = https://example.org/x"),
+        ("package index", "export TOOL_INDEX_URL=https://example.org/x"),
+        ("package index", "TOOL_DEFAULT_INDEX=https://example.org/x"),
+        ("package index", "tool --index=https://example.org/x install"),
+        ("package index", "tool --default-index https://example.org/x"),
+        ("package index", "https://example.org/api/simple"),
+        ("package index", '"https://example.org/simple/jax/"'),
+        ("package index", 'source = { registry = "https://example.org/a" }'),
+        ("package index", "registry=https://example.org/a"),
+        ("package index", "--find-links https://example.org/a"),
+        ("package index", 'url = "https://example.org/a/b-1.0-py3-none-any.whl"'),
+        ("home path", "see /home/ada/jaxscale/runs"),
+        ("home path", '"/root/.cache/jax"'),
+        ("home path", "file:///Users/ada/x"),
     ],
 )
-def test_the_patterns_see_a_planted_address(pattern, text):
-    assert pattern.search(text)
+def test_the_patterns_see_a_planted_address(kind, text):
+    assert PATTERNS[kind].search(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://example.org/simple-example.html",
+        "https://example.org/jaxscale/index.html",
+        "axis_index = 3",
+        "--index 3",
+        "a registry of models: see https://example.org",
+    ],
+)
+def test_an_address_of_another_kind_is_let_be(text):
+    assert not INDEX_ADDRESS.search(text)
 
 
 def test_readme_stays_short():

@@ -48,7 +48,10 @@ def test_the_warm_up_is_a_line_to_the_peak(module):
 
 
 @pytest.mark.parametrize("module", MODULES, ids=NAMES)
-@pytest.mark.parametrize(("key", "value"), [("peak", 0.0), ("peak", math.nan), ("warmup_steps", -1), ("final", 1.5), ("final", -0.1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("peak", 0.0), ("peak", math.nan), ("warmup_steps", -1), ("final", 1.5), ("final", -0.1)],
+)
 def test_values_out_of_range_are_refused_with_key_and_fix(module, key, value):
     with pytest.raises(ValueError, match=rf"config\.schedule\.{key}={value}: set it"):
         module.Config(**{key: value}).validate()

@@ -1,4 +1,7 @@
-"""The sharding library, also as other projects use it: on Linen, on an Equinox-style pytree, on a plain dict."""
+"""The sharding library, also as other projects use it.
+
+On Linen, on an Equinox-style pytree, on a plain dict.
+"""
 
 import dataclasses
 
@@ -12,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import sharding as shd
+from jaxscale.ops.layers import stack_layers
 
 RULES = shd.Rules(
     batch=("data", "fsdp"),
@@ -24,6 +28,11 @@ RULES = shd.Rules(
     norm=None,
 )
 BOTH_AXIS_TYPES = pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+
+
+def placed(array, axes):
+    """On the mesh in use, laid out by these logical axes."""
+    return jax.device_put(array, shd.shardings(array, axes))
 
 
 @pytest.fixture(params=["explicit", "auto"])
@@ -86,10 +95,6 @@ def test_replace_changes_one_rule_and_adds_another():
     rules = RULES.replace(embed=None, vocab="tensor")
     assert rules.spec("vocab embed") == P("tensor", None)
     assert RULES.mesh_axes("embed") == ("fsdp",)
-
-
-def test_padding_rounds_up_and_leaves_multiples():
-    assert [shd.padded(n) for n in (1, 128, 257)] == [128, 128, 384]
 
 
 # Other people's trees.
@@ -163,9 +168,9 @@ def test_a_plain_dict_trains_with_gather_and_einsum(mesh):
         params, [("up", "embed mlp"), ("down", "mlp embed")], mesh=mesh, rules=RULES
     )
     with shd.use(mesh, RULES):
-        placed = jax.device_put(params, shardings)
-        x_BSD = shd.global_array(lambda index: x[index], x.shape, "batch seq act_embed")
-        gradients = jax.jit(jax.grad(loss), out_shardings=shardings)(placed, x_BSD)
+        here = jax.device_put(params, shardings)
+        x_BSD = placed(x, "batch seq act_embed")
+        gradients = jax.jit(jax.grad(loss), out_shardings=shardings)(here, x_BSD)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=1e-6)
         assert gradient.sharding == shardings[name]
@@ -188,16 +193,25 @@ def test_an_indivisible_array_is_refused_by_path(mesh):
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.up = shd.param(rngs, (8, 16), "embed mlp", scale=0.1)
-        self.scale = shd.param(rngs, (8,), "norm", fill=1.0)
+        self.up = shd.param(rngs, (8, 16), axes="embed mlp", scale=0.1)
+        self.scale = shd.param(rngs, (8,), axes="norm", fill=1.0)
 
 
-def test_params_need_no_mesh_and_stack_under_vmap(mesh):
-    blocks = jax.vmap(lambda key: Block(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+def test_params_need_no_mesh_and_a_stack_of_them_names_its_axis(mesh):
+    keys = jax.random.split(jax.random.key(0), 3)
+    blocks = stack_layers(lambda key: Block(nnx.Rngs(key)), keys)
     shardings = shd.shardings(nnx.split(blocks)[1], mesh=mesh, rules=RULES)
     scale, up = jax.tree.leaves(shardings)
     assert up.spec == P(None, "fsdp", "tensor")
     assert scale.spec == P(None, None)
+
+
+def test_an_array_of_another_rank_than_its_axes_is_refused_not_guessed_to_be_a_stack(mesh):
+    blocks = jax.vmap(lambda key: Block(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+    with pytest.raises(ValueError, match=r"scale: axes 'norm' name 1 dimensions and .* has 2"):
+        shd.shardings(nnx.split(blocks)[1], mesh=mesh, rules=RULES)
+    with pytest.raises(ValueError, match="a stack has an axis of its own"):
+        shd.shardings({"w": jnp.ones((3, 4, 4))}, [("w", "embed mlp")], mesh=mesh, rules=RULES)
 
 
 def test_values_do_not_depend_on_the_layout():
@@ -213,9 +227,9 @@ def test_values_do_not_depend_on_the_layout():
 
 def test_param_refuses_axes_that_do_not_fit_the_shape():
     with pytest.raises(ValueError, match="names 1 dimensions and the shape"):
-        shd.param(nnx.Rngs(0), (8, 16), "embed", scale=1.0)
+        shd.param(nnx.Rngs(0), (8, 16), axes="embed", scale=1.0)
     with pytest.raises(ValueError, match="either scale= or fill="):
-        shd.param(nnx.Rngs(0), (8,), "embed")
+        shd.param(nnx.Rngs(0), (8,), axes="embed")
 
 
 # The calls inside a model.
@@ -230,93 +244,6 @@ def test_outside_use_every_call_is_plain():
     np.testing.assert_array_equal(
         shd.shard_map(lambda x: 2 * x, in_axes=("a b",), out_axes="a b")(x), 2 * x
     )
-
-
-@pytest.fixture
-def product():
-    """A weight that bfloat16 does not hold; inputs of a product and slopes of its result that it does."""
-    rng = np.random.default_rng(0)
-    x_BSD, slope_BSF = (rng.normal(size=(16, 64, size)).astype(jnp.bfloat16) for size in (8, 16))
-    return rng.normal(size=(8, 16)).astype(np.float32), x_BSD, slope_BSF
-
-
-def sloped_product(weight_DF, x_BSD, slope_BSF):
-    """sum(y * slope) of a bfloat16 product y with a gathered weight, whose gradient is to be float32."""
-    weight_DF = shd.gather(
-        weight_DF, dtype=jnp.bfloat16, reduce_dtype=jnp.float32, axes="embed mlp", name="gathered"
-    )
-    y_BSF = shd.einsum("BSD,DF->BSF", x_BSD, weight_DF, out="batch seq mlp", dtype=jnp.bfloat16)
-    assert weight_DF.dtype == jnp.float32 and y_BSF.dtype == jnp.bfloat16
-    return jnp.sum((y_BSF * shd.constrain(slope_BSF, "batch seq mlp")).astype(jnp.float32))
-
-
-def assert_gradients_are_those_of(product, dweight_DF, dx_BSD):
-    weight_DF, x_BSD, slope_BSF = (np.asarray(x, np.float64) for x in product)
-    assert dweight_DF.dtype == jnp.float32 and dx_BSD.dtype == jnp.bfloat16
-    # Sums of 1024 products of size 1, to 32: float32 is off by 1e-5, bfloat16 by 0.1.
-    np.testing.assert_allclose(dweight_DF, np.einsum("bsd,bsf->df", x_BSD, slope_BSF), atol=1e-4)
-    expected_BSD = np.einsum("df,bsf->bsd", weight_DF, slope_BSF)
-    assert np.linalg.norm(np.asarray(dx_BSD, np.float64) - expected_BSD) < 1e-2 * np.linalg.norm(
-        expected_BSD
-    )
-
-
-def test_the_weight_gradient_of_a_bfloat16_product_can_be_float32(mesh, product):
-    weight_DF, x_BSD, slope_BSF = product
-    placement = shd.shardings(weight_DF, [("", "embed mlp")], mesh=mesh, rules=RULES)
-    with shd.use(mesh, RULES):
-        x_BSD = shd.global_array(lambda index: x_BSD[index], x_BSD.shape, "batch seq act_embed")
-        differentiated = jax.jit(
-            jax.grad(sloped_product, (0, 1)), out_shardings=(placement, x_BSD.sharding)
-        )
-        assert_gradients_are_those_of(
-            product, *differentiated(jax.device_put(weight_DF, placement), x_BSD, slope_BSF)
-        )
-
-
-def test_without_a_mesh_it_can_too(product):
-    assert_gradients_are_those_of(
-        product, *jax.grad(sloped_product, (0, 1))(*map(jnp.asarray, product))
-    )
-
-
-def test_a_reduce_dtype_that_is_no_wider_has_no_effect(mesh):
-    with shd.use(mesh, RULES):
-        w = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("fsdp", "tensor")))
-        for dtype, reduce_dtype in (
-            (jnp.float32, jnp.bfloat16),
-            (jnp.bfloat16, jnp.bfloat16),
-            (None, jnp.float32),
-        ):
-            options = dict(dtype=dtype, axes="embed mlp")
-            plain = jax.make_jaxpr(lambda w, options=options: shd.gather(w, **options))(w)
-            options["reduce_dtype"] = reduce_dtype
-            assert str(
-                jax.make_jaxpr(lambda w, options=options: shd.gather(w, **options))(w)
-            ) == str(plain)
-
-
-def test_what_a_checkpoint_keeps_of_a_gathered_weight_is_bfloat16(mesh, product, capsys):
-    policy = jax.checkpoint_policies.save_only_these_names("gathered")
-    with shd.use(mesh, RULES):
-        placed = jax.device_put(product[0], shd.shardings(product[0], [("", "embed mlp")]))
-        kept = jax.checkpoint(sloped_product, policy=policy)
-        jax.ad_checkpoint.print_saved_residuals(kept, placed, *map(jnp.asarray, product[1:]))
-    lines = [
-        line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line
-    ]
-    assert len(lines) == 1 and lines[0].startswith("bf16[8") and "'gathered'" in lines[0], lines
-
-
-def test_a_product_in_a_dtype_is_of_two_operands():
-    x = jnp.ones((2, 2))
-    with pytest.raises(
-        ValueError,
-        match="'ab,bc,cd->ad'.* of 3 operands: with dtype= it takes two and their result",
-    ):
-        shd.einsum("ab,bc,cd->ad", x, x, x, out="_ _", dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match="'ab,bc'.* of 2 operands"):
-        shd.einsum("ab,bc", x, x, out="_ _", dtype=jnp.bfloat16)
 
 
 def test_constrain_moves_an_array(mesh):
@@ -343,15 +270,83 @@ def test_the_same_function_under_other_rules_is_traced_again():
 
 
 def test_shard_map_sees_local_parts_and_named_axes(mesh):
-    def local(x):
-        assert x.shape == (2, 4)
-        return jax.lax.psum(x.sum(), shd.mesh_axes("batch"))
+    def summed(x):
+        axes = shd.mesh_axes("batch")
+
+        def local(x):
+            assert x.shape == (2, 4)
+            # All axes are manual here: there is none left to lay out, or to ask for.
+            assert shd.mesh_axes("batch") == () and shd.constrain(x, "batch act_embed") is x
+            return jax.lax.psum(x.sum(), axes)
+
+        return shd.shard_map(local, in_axes=("batch act_embed",), out_axes="")(x)
 
     with shd.use(mesh, RULES):
-        x = shd.global_array(
-            lambda index: np.ones((8, 4), np.float32)[index], (8, 4), "batch act_embed"
+        x = placed(np.ones((8, 4), np.float32), "batch act_embed")
+        assert jax.jit(summed)(x) == 32
+
+
+def test_a_result_that_differs_between_devices_is_refused(mesh):
+    def unsummed(x):
+        return shd.shard_map(jnp.sum, in_axes=("batch act_embed",), out_axes="")(x)
+
+    with shd.use(mesh, RULES), pytest.raises(ValueError, match="varying|replicat"):
+        jax.jit(unsummed)(placed(np.ones((8, 4), np.float32), "batch act_embed"))
+
+
+@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+def test_inside_a_region_that_is_manual_over_one_axis_the_others_are_laid_out(axis_types):
+    """A weight for each stage; inside, the calls lay out what is left of the mesh."""
+    mesh = shd.make_mesh(stage=2, fsdp=2, tensor=2, axis_types=axis_types)
+    rules = shd.Rules(
+        batch="fsdp",
+        act_embed=None,
+        embed="fsdp",
+        mlp="tensor",
+        act_mlp="tensor",
+        words=("stage", "tensor"),
+    )
+    rng = np.random.default_rng(0)
+    ups, x = (
+        rng.normal(size=(2, 8, 16)).astype(np.float32),
+        rng.normal(size=(4, 8)).astype(np.float32),
+    )
+
+    def stage_loss(up_DF, x_BD):
+        assert shd.mesh_axes("words") == ("tensor",)
+        up_DF = shd.gather(shd.constrain(up_DF, "embed mlp"), axes="embed mlp")
+        if axis_types == "explicit":
+            assert jax.typeof(up_DF).sharding.spec == P(None, "tensor")
+        y_BF = shd.einsum(
+            "BD,DF->BF", shd.constrain(x_BD, "batch act_embed"), up_DF, out="batch act_mlp"
         )
-        assert jax.jit(shd.shard_map(local, in_axes=("batch act_embed",), out_axes=""))(x) == 32
+        axes = shd.mesh_axes("batch"), shd.mesh_axes("mlp")
+
+        def local(y):
+            return jax.lax.psum(jnp.sum(jnp.tanh(y)), (*axes[0], *axes[1]))
+
+        return shd.shard_map(local, in_axes=("batch act_mlp",), out_axes="")(y_BF)
+
+    def loss(ups, x):
+        def region(ups, x):
+            return stage_loss(ups[0], x)[None]
+
+        mapped = jax.shard_map(
+            region,
+            axis_names={"stage"},
+            in_specs=(P("stage"), P()),
+            out_specs=P("stage"),
+            check_vma=False,
+        )
+        return mapped(ups, x).sum()
+
+    expected, gradients = jax.value_and_grad(
+        lambda ups: jnp.tanh(jnp.einsum("BD,SDF->SBF", x, ups)).sum()
+    )(ups)
+    with shd.use(mesh, rules):
+        value, got = jax.jit(jax.value_and_grad(loss))(ups, x)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(got, gradients, rtol=1e-4, atol=1e-5)
 
 
 def test_a_missing_out_axis_is_an_error_on_an_explicit_mesh():

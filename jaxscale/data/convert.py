@@ -1,4 +1,4 @@
-"""Documents -> a token store, once: `convert` writes one where asked, `cached_store` in the cache."""
+"""Documents -> a token store: `convert` writes one where asked, `cached_store` in the cache."""
 
 import contextlib
 import hashlib
@@ -7,13 +7,16 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from jaxscale.data import text
-from jaxscale.data.indexed import IndexedDataset, IndexedWriter, is_store
+from jaxscale.data.indexed import IndexedDataset, IndexedWriter, StorePath, is_store
 from jaxscale.data.permutation import derive_keys, permute
+from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.files import cache_folder
 
 # Part of the cache key: raise it when the same text and tokenizer give another store.
 FORMAT_VERSION = 1
@@ -25,45 +28,61 @@ CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 1024, 2**22
 log = logging.getLogger(__name__)
 
 
-def convert(path, prefix, tokenizer, *, format="auto", text_field="text"):
+def convert(
+    path: str,
+    prefix: StorePath,
+    *,
+    tokenizer: Tokenizer,
+    format: str = "auto",
+    text_field: str = "text",
+) -> IndexedDataset:
     """Tokenises the text at `path` into the store `prefix` and returns it opened.
 
     Every document gets the tokenizer's end-of-document token and documents are written in a hashed
-    order, so that neighbours in the store are unrelated and its tail is a fair held-out sample. Needs
-    twice the store's size on disk while it runs, and no memory beyond 8 bytes per document.
+    order, so that neighbours in the store are unrelated and its tail is a fair held-out sample.
+    Needs twice the store's size on disk while it runs, and no memory beyond 8 bytes per document.
     Documents without text are skipped and counted in the log.
     Raises ValueError for unreadable text (see text.read_documents) or if no document has text.
     """
     format, files = text.find_files(path, format)
     if format == "indexed":
         raise ValueError(f"{path!r} is a token store already; set config.data.path to it")
-    documents = text.read_documents(path, format, files, text_field)
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
+    documents = text.read_documents(path, files, format=format, text_field=text_field)
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32)
     # In a folder of its own, so that whatever goes wrong one deletion cleans up.
     folder = Path(f"{prefix}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
     folder.mkdir(parents=True)
     try:
-        num_empty = _write_in_order(documents, folder / "in_order", tokenizer, dtype)
+        with IndexedWriter(folder / "in_order", dtype) as writer:
+            num_empty = _write_in_order(writer, documents, tokenizer=tokenizer)
         if num_empty:
             log.warning("%s: skipped %d documents without text", path, num_empty)
-        _write_shuffled(folder / "in_order", prefix, dtype)
+        with IndexedWriter(prefix, dtype) as writer:
+            _write_shuffled(writer, IndexedDataset(folder / "in_order"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return IndexedDataset(prefix)
 
 
-def cached_store(path, tokenizer, *, format="auto", text_field="text", cache_dir=""):
+def cached_store(
+    path: str,
+    tokenizer: Tokenizer,
+    *,
+    format: str = "auto",
+    text_field: str = "text",
+    cache_dir: str = "",
+) -> IndexedDataset:
     """The store for the text at `path`: from the cache, or converted into it first.
 
-    The key covers the names, sizes and modification times of the files, the tokenizer's content, the
-    field and FORMAT_VERSION, so changed text makes a new store (old ones stay; delete the folder to
-    free the space). Processes that start together convert once: the others wait for a lock. Where the
-    file system has no locks each converts for itself, and all end with the same files.
-    A cached store that cannot be opened is converted again.
+    The key covers the names, sizes and modification times of the files, the tokenizer's content,
+    the field and FORMAT_VERSION, so changed text makes a new store (old ones stay; delete the
+    folder to free the space). Processes that start together convert once: the others wait for a
+    lock. Where the file system has no locks each converts for itself, and all end with the same
+    files. A cached store that cannot be opened is converted again.
     """
     format, files = text.find_files(path, format)
     root = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
-    prefix = root / _fingerprint(format, files, text_field, tokenizer)
+    prefix = root / _fingerprint(files, tokenizer, format=format, text_field=text_field)
     store = _open_cached(prefix, path)
     if store is not None:
         return store
@@ -71,32 +90,35 @@ def cached_store(path, tokenizer, *, format="auto", text_field="text", cache_dir
     with _lock(prefix.with_suffix(".lock")):
         store = _open_cached(prefix, path)
         if store is None:
-            _build(prefix, path, tokenizer, format, text_field)
+            _build(prefix, path, tokenizer=tokenizer, format=format, text_field=text_field)
             store = IndexedDataset(prefix, name=path)
     return store
 
 
-def default_cache_dir():
-    """$XDG_CACHE_HOME/jaxscale/data, or ~/.cache/jaxscale/data."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxscale" / "data"
+def default_cache_dir() -> Path:
+    """Where stores are kept unless config.data.cache_dir names another folder."""
+    return cache_folder() / "data"
 
 
-def _write_in_order(documents, prefix, tokenizer, dtype):
-    num_empty, end = 0, np.array([tokenizer.end_of_document], dtype)
-    with IndexedWriter(prefix, dtype) as writer:
-        for chunk in _chunks(documents):
-            filled = [document for document in chunk if document]
-            num_empty += len(chunk) - len(filled)
-            for ids in tokenizer.encode_batch(filled):
-                writer.add(np.concatenate([ids.astype(dtype), end]))
-        if not writer.num_documents:
-            raise ValueError(
-                f"none of the {num_empty} documents holds text; check config.data.path and config.data.text_field"
-            )
+def _write_in_order(
+    writer: IndexedWriter, documents: Iterable[str], *, tokenizer: Tokenizer
+) -> int:
+    """The number of documents without text, which are left out."""
+    num_empty, end = 0, np.array([tokenizer.end_of_document], writer.dtype)
+    for chunk in _chunks(documents):
+        filled = [document for document in chunk if document]
+        num_empty += len(chunk) - len(filled)
+        for ids in tokenizer.encode_batch(filled):
+            writer.add(np.concatenate([ids.astype(writer.dtype), end]))
+    if not writer.num_documents:
+        raise ValueError(
+            f"none of the {num_empty} documents holds text; check config.data.path and "
+            "config.data.text_field"
+        )
     return num_empty
 
 
-def _chunks(documents):
+def _chunks(documents: Iterable[str]) -> Iterator[list[str]]:
     chunk, size = [], 0
     for document in documents:
         chunk.append(document)
@@ -107,23 +129,21 @@ def _chunks(documents):
     yield chunk
 
 
-def _write_shuffled(source_prefix, prefix, dtype):
-    source = IndexedDataset(source_prefix)
+def _write_shuffled(writer: IndexedWriter, source: IndexedDataset) -> None:
     keys = derive_keys(ORDER_SEED)
-    with IndexedWriter(prefix, dtype) as writer:
-        for first in range(0, len(source), 2**16):
-            block = np.arange(first, min(first + 2**16, len(source)))
-            for number in permute(block, len(source), keys):
-                writer.add(source[number])
+    for first in range(0, len(source), 2**16):
+        block = np.arange(first, min(first + 2**16, len(source)))
+        for number in permute(block, len(source), keys=keys):
+            writer.add(source[number])
 
 
-def _fingerprint(format, files, text_field, tokenizer):
+def _fingerprint(files: text.Files, tokenizer: Tokenizer, *, format: str, text_field: str) -> str:
     listing = [(name, file.stat().st_size, file.stat().st_mtime_ns) for name, file in files]
     key = json.dumps([FORMAT_VERSION, format, text_field, tokenizer.fingerprint, listing])
     return hashlib.sha256(key.encode()).hexdigest()[:20]
 
 
-def _open_cached(prefix, name):
+def _open_cached(prefix: Path, name: str) -> IndexedDataset | None:
     if not is_store(prefix):
         return None
     try:
@@ -133,16 +153,19 @@ def _open_cached(prefix, name):
         return None
 
 
-def _build(prefix, path, tokenizer, format, text_field):
+def _build(prefix: Path, path: str, *, tokenizer: Tokenizer, format: str, text_field: str) -> None:
     """Converts beside `prefix`, then replaces its files one by one.
 
-    The same key gives the same bytes, so whoever else builds or reads meanwhile sees the old file or
-    an equal new one; moving a damaged store out of the way first would leave a moment without any.
+    The same key gives the same bytes, so whoever else builds or reads meanwhile sees the old file
+    or an equal new one; moving a damaged store out of the way first would leave a moment without
+    any.
     """
     start = time.monotonic()
     folder = Path(f"{prefix}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
     try:
-        store = convert(path, folder / "store", tokenizer, format=format, text_field=text_field)
+        store = convert(
+            path, folder / "store", tokenizer=tokenizer, format=format, text_field=text_field
+        )
         for end in (".bin", ".idx"):
             os.replace(folder / f"store{end}", f"{prefix}{end}")
     finally:
@@ -158,7 +181,7 @@ def _build(prefix, path, tokenizer, format, text_field):
 
 
 @contextlib.contextmanager
-def _lock(path):
+def _lock(path: Path) -> Iterator[None]:
     import fcntl  # here, because the rest of the package also imports where it is missing
 
     with open(path, "w") as file:

@@ -1,4 +1,4 @@
-"""The Megatron indexed dataset: `prefix.bin` holds the tokens end to end, `prefix.idx` where each document is.
+"""The Megatron indexed dataset: the tokens end to end in `prefix.bin`, documents in `prefix.idx`.
 
 The .idx, little endian, no padding (Megatron-LM, core/datasets/indexed_dataset.py):
 
@@ -22,8 +22,10 @@ import mmap
 import os
 import struct
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -39,6 +41,9 @@ DTYPES: dict[int, np.dtype] = {
 }
 HEADER = struct.Struct("<9sQBQQ")
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # the format stores sequence lengths as int32
+
+# The prefix of a store, or either of its files.
+StorePath = str | os.PathLike[str]
 
 log = logging.getLogger(__name__)
 
@@ -60,32 +65,34 @@ class IndexedDataset:
     version, of an unknown dtype, not contiguous, or does not agree with the size of the .bin.
     """
 
-    def __init__(self, prefix, *, name=None):
+    def __init__(self, prefix: StorePath, *, name: str | None = None):
         self.prefix = strip_suffix(prefix)
         self.name = name or self.prefix
         bin_path, idx_path = self.prefix + ".bin", self.prefix + ".idx"
         _check_present(bin_path, idx_path)
-        self.dtype, lengths, pointers, documents = _read_index(idx_path)
-        ends = np.cumsum(lengths, dtype=np.int64)
-        _check_pointers(idx_path, lengths, pointers, self.dtype.itemsize)
-        _check_documents(idx_path, documents, len(lengths))
+        index = _read_index(idx_path)
+        self.dtype: np.dtype = index.dtype
+        ends = np.cumsum(index.lengths, dtype=np.int64)
+        _check_pointers(idx_path, index)
+        _check_documents(idx_path, index)
         self.num_tokens = int(ends[-1])
-        _check_sizes(bin_path, idx_path, self.num_tokens, self.dtype)
-        self.document_offsets = _without_empty(np.concatenate([[0], ends])[documents], idx_path)
+        _check_size(bin_path, idx_path, num_tokens=self.num_tokens, dtype=self.dtype)
+        offsets = np.concatenate([[0], ends])[index.documents]
+        self.document_offsets: np.ndarray = _without_empty(offsets, idx_path)
         with open(bin_path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         # Not np.memmap: its slices run __array_finalize__ in Python, 1 us each.
-        self.tokens = np.frombuffer(mapped, self.dtype)
+        self.tokens: np.ndarray = np.frombuffer(mapped, self.dtype)
 
     @property
-    def num_documents(self):
+    def num_documents(self) -> int:
         """Documents that hold at least one token."""
         return len(self.document_offsets) - 1
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.num_documents
 
-    def __getitem__(self, number):
+    def __getitem__(self, number: int) -> np.ndarray:
         """The tokens of one document, a read-only view."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.prefix}: it has {self.num_documents}")
@@ -96,15 +103,17 @@ class IndexedDataset:
 class IndexedWriter:
     """Writes a store that `IndexedDataset` and Megatron read; one sequence per document.
 
-    Files get temporary names until `close`, which syncs and renames them, the .idx last: nobody ever
-    sees half a store, and a killed run leaves only `*.tmp-*` behind. As a context manager it closes on
-    success and deletes its temporary files on an exception. An existing store is replaced at close.
+    Files get temporary names until `close`, which syncs and renames them, the .idx last: nobody
+    ever sees half a store, and a killed run leaves only `*.tmp-*` behind. As a context manager it
+    closes on success and deletes its temporary files on an exception. An existing store is replaced
+    at close.
 
-    Raises ValueError for a dtype the format lacks, a document that is empty or longer than 2**31 - 1
-    tokens, an id the dtype cannot hold, and at close if nothing was added; each names the document.
+    Raises ValueError for a dtype the format lacks, a document that is empty or longer than
+    2**31 - 1 tokens, an id the dtype cannot hold, and at close if nothing was added; each names the
+    document.
     """
 
-    def __init__(self, prefix, dtype):
+    def __init__(self, prefix: StorePath, dtype: DTypeLike):
         self.prefix = strip_suffix(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = _dtype_code(self.dtype)
@@ -112,15 +121,15 @@ class IndexedWriter:
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         suffix = f".tmp-{os.getpid()}-{os.urandom(4).hex()}"
         self._temporary = {end: self.prefix + end + suffix for end in (".bin", ".idx")}
-        # 1 MiB: a document of web length is 2 kB, and a write per document would be a system call each.
+        # 1 MiB: a document of web length is 2 kB, and would be a system call each.
         self._bin = open(self._temporary[".bin"], "wb", buffering=2**20)
 
     @property
-    def num_documents(self):
+    def num_documents(self) -> int:
         """Documents added so far."""
         return len(self._lengths)
 
-    def add(self, tokens):
+    def add(self, tokens: ArrayLike) -> None:
         """Appends one document: integers [num_tokens], num_tokens > 0."""
         tokens = np.asarray(tokens)
         name = f"document {self.num_documents} of {self.prefix}"
@@ -130,11 +139,11 @@ class IndexedWriter:
                 f"{MAX_DOCUMENT_TOKENS} tokens: leave empty documents out, split longer ones"
             )
         if tokens.dtype != self.dtype:
-            _check_fits(tokens, self.dtype, name)
+            _check_fits(tokens, self.dtype, name=name)
         self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
         self._lengths.append(tokens.size)
 
-    def close(self):
+    def close(self) -> None:
         """Writes the index and gives both files their names."""
         if not self._lengths:
             self.abort()
@@ -150,13 +159,13 @@ class IndexedWriter:
         for end in (".bin", ".idx"):
             os.replace(self._temporary[end], self.prefix + end)
 
-    def abort(self):
+    def abort(self) -> None:
         """Drops what was written; an existing store of this name stays as it was."""
         self._bin.close()
         for path in self._temporary.values():
             Path(path).unlink(missing_ok=True)
 
-    def _write_index(self, file):
+    def _write_index(self, file: BinaryIO) -> None:
         lengths = np.frombuffer(self._lengths, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64)
         file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(lengths) + 1))
@@ -164,23 +173,23 @@ class IndexedWriter:
         file.write(((ends - lengths) * self.dtype.itemsize).astype("<i8").tobytes())
         file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
 
-    def __enter__(self):
+    def __enter__(self) -> "IndexedWriter":
         return self
 
-    def __exit__(self, kind, value, traceback):
+    def __exit__(self, kind: object, value: object, traceback: object) -> None:
         if kind is None:
             self.close()
         else:
             self.abort()
 
 
-def strip_suffix(path):
+def strip_suffix(path: StorePath) -> str:
     """The prefix of a store from the prefix or from either of its files."""
-    path = os.path.expanduser(path)
-    return path[:-4] if path.endswith((".bin", ".idx")) else path
+    text = os.path.expanduser(os.fspath(path))
+    return text[:-4] if text.endswith((".bin", ".idx")) else text
 
 
-def is_store(path):
+def is_store(path: StorePath) -> bool:
     """Whether `path` names a store, or half of one (opening it then says which half is missing)."""
     prefix = strip_suffix(path)
     return os.fspath(path).endswith((".bin", ".idx")) or any(
@@ -188,7 +197,7 @@ def is_store(path):
     )
 
 
-def _check_present(bin_path, idx_path):
+def _check_present(bin_path: str, idx_path: str) -> None:
     missing = [path for path in (bin_path, idx_path) if not os.path.isfile(path)]
     if missing:
         raise ValueError(
@@ -200,8 +209,16 @@ def _check_present(bin_path, idx_path):
             raise ValueError(f"{path} is empty: write or copy the store again")
 
 
-def _read_index(path):
-    """dtype, lengths int32 [sequences], pointers int64 [sequences], documents int64 [documents + 1]."""
+class _Index(NamedTuple):
+    """lengths: int32 [sequences]; pointers: int64 [sequences]; documents: int64 [documents + 1]."""
+
+    dtype: np.dtype
+    lengths: np.ndarray
+    pointers: np.ndarray
+    documents: np.ndarray
+
+
+def _read_index(path: str) -> _Index:
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
@@ -210,12 +227,12 @@ def _read_index(path):
                 f"{path} is truncated: {size} bytes, the header alone has {HEADER.size}"
             )
         magic, version, code, num_sequences, num_bounds = HEADER.unpack(header)
-        _check_header(path, magic, version, code)
+        _check_header(path, magic, version=version, code=code)
         need = HEADER.size + 12 * num_sequences + 8 * num_bounds
         if size < need:
             raise ValueError(
-                f"{path} is truncated: {size} bytes, but its header announces {num_sequences} sequences "
-                f"and {num_bounds - 1} documents, {need} bytes; copy or write it again"
+                f"{path} is truncated: {size} bytes, but its header announces {num_sequences} "
+                f"sequences and {num_bounds - 1} documents, {need} bytes; copy or write it again"
             )
         if num_sequences == 0 or num_bounds < 2:
             raise ValueError(
@@ -224,10 +241,10 @@ def _read_index(path):
         lengths = np.fromfile(file, "<i4", num_sequences)
         pointers = np.fromfile(file, "<i8", num_sequences)
         documents = np.fromfile(file, "<i8", num_bounds)
-    return DTYPES[code], lengths, pointers, documents
+    return _Index(DTYPES[code], lengths, pointers, documents)
 
 
-def _check_header(path, magic, version, code):
+def _check_header(path: str, magic: bytes, *, version: int, code: int) -> None:
     if magic != MAGIC:
         raise ValueError(
             f"{path} is not a Megatron index: it begins with {magic!r}, not {MAGIC!r}; "
@@ -240,36 +257,39 @@ def _check_header(path, magic, version, code):
         raise ValueError(f"{path} has dtype code {code}; the format defines {known}")
 
 
-def _check_pointers(path, lengths, pointers, itemsize):
+def _check_pointers(path: str, index: _Index) -> None:
     """Packing reads across documents, so each sequence must begin where the one before it ended."""
+    lengths, pointers = index.lengths, index.pointers
     if lengths.min() < 0:
         raise ValueError(
-            f"{path}: sequence {np.argmin(lengths)} has length {lengths.min()}: the index is damaged"
+            f"{path}: sequence {np.argmin(lengths)} has length {lengths.min()}: "
+            "the index is damaged"
         )
-    expected = (np.cumsum(lengths, dtype=np.int64) - lengths) * itemsize
+    expected = (np.cumsum(lengths, dtype=np.int64) - lengths) * index.dtype.itemsize
     wrong = np.flatnonzero(pointers != expected)
     if wrong.size:
         sequence = int(wrong[0])
         falls = sequence > 0 and pointers[sequence] < pointers[sequence - 1]
         raise ValueError(
-            f"{path}: sequence {sequence} begins at byte {pointers[sequence]} of the .bin, but the one before "
-            f"it ends at byte {expected[sequence]}"
+            f"{path}: sequence {sequence} begins at byte {pointers[sequence]} of the .bin, "
+            f"but the one before it ends at byte {expected[sequence]}"
             + (" (offsets fall: did the tool that wrote them overflow?)" if falls else "")
             + "; sequences must lie end to end: write the store again"
         )
 
 
-def _check_documents(path, documents, num_sequences):
+def _check_documents(path: str, index: _Index) -> None:
+    documents, num_sequences = index.documents, len(index.lengths)
     falls = np.flatnonzero(np.diff(documents) < 0)
     if documents[0] != 0 or documents[-1] != num_sequences or falls.size:
         where = f", falling at document {falls[0]}" if falls.size else ""
         raise ValueError(
-            f"{path}: document bounds run from {documents[0]} to {documents[-1]}{where}; they must rise "
-            f"from 0 to {num_sequences}, the number of sequences: write the store again"
+            f"{path}: document bounds run from {documents[0]} to {documents[-1]}{where}; they must "
+            f"rise from 0 to {num_sequences}, the number of sequences: write the store again"
         )
 
 
-def _check_sizes(bin_path, idx_path, num_tokens, dtype):
+def _check_size(bin_path: str, idx_path: str, *, num_tokens: int, dtype: np.dtype) -> None:
     have, need = os.path.getsize(bin_path), num_tokens * dtype.itemsize
     if have != need:
         cause = (
@@ -278,12 +298,12 @@ def _check_sizes(bin_path, idx_path, num_tokens, dtype):
             else "they belong to different stores"
         )
         raise ValueError(
-            f"{bin_path} has {have} bytes, but {idx_path} lists {num_tokens} tokens of {dtype.name}, "
-            f"{need} bytes: {cause}"
+            f"{bin_path} has {have} bytes, but {idx_path} lists {num_tokens} tokens of "
+            f"{dtype.name}, {need} bytes: {cause}"
         )
 
 
-def _without_empty(offsets, path):
+def _without_empty(offsets: np.ndarray, path: str) -> np.ndarray:
     keep = np.diff(offsets, prepend=-1) > 0
     num_empty = len(offsets) - int(keep.sum())
     if num_empty:
@@ -296,7 +316,7 @@ def _without_empty(offsets, path):
     return offsets[keep]
 
 
-def _dtype_code(dtype):
+def _dtype_code(dtype: np.dtype) -> int:
     for code, known in DTYPES.items():
         if known == dtype:
             return code
@@ -304,7 +324,7 @@ def _dtype_code(dtype):
     raise ValueError(f"dtype={dtype.name} is not in the format; use one of {names}")
 
 
-def _check_fits(tokens, dtype, name):
+def _check_fits(tokens: np.ndarray, dtype: np.dtype, *, name: str) -> None:
     if dtype.kind not in "iu":
         return
     if tokens.dtype.kind not in "iu":
@@ -313,12 +333,13 @@ def _check_fits(tokens, dtype, name):
     limits = np.iinfo(dtype)
     if low < limits.min or high > limits.max:
         raise ValueError(
-            f"{name} has ids {low} to {high}; {dtype.name} holds {limits.min} to {limits.max}: use a wider dtype"
+            f"{name} has ids {low} to {high}; {dtype.name} holds {limits.min} to {limits.max}: "
+            "use a wider dtype"
         )
 
 
-def _sync_and_close(file):
-    # Without the sync a power cut after the rename can leave a file of the right size full of zeros.
+def _sync_and_close(file: BinaryIO) -> None:
+    # Without the sync a power cut after the rename can leave a file of the right size, all zeros.
     with contextlib.closing(file):
         file.flush()
         os.fsync(file.fileno())

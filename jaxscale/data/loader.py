@@ -1,16 +1,21 @@
-"""From the data settings to batches: the corpus of a run, and Grain reading ahead of the trainer."""
+"""From the data settings to batches: the corpus of a run, and Grain reading ahead of it."""
 
 import hashlib
 import logging
 import sys
+from collections.abc import Generator
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from jaxscale.config import DataConfig
+from jaxscale.data.batch import Batch
 from jaxscale.data.convert import cached_store
 from jaxscale.data.indexed import IndexedDataset
 from jaxscale.data.rows import TokenRows
 from jaxscale.data.text import find_files
-from jaxscale.data.tokenizer import open_tokenizer
+from jaxscale.data.tokenizer import Tokenizer, open_tokenizer
 
 # Held-out rows are the same in every run, whatever its seed: evaluation losses stay comparable.
 EVAL_SEED = 0
@@ -27,22 +32,29 @@ log = logging.getLogger(__name__)
 class Corpus:
     """The documents of a run, split in two.
 
-    train, eval: TokenRows; eval is None with config.data.eval_fraction=0. tokenizer: None for a store of
-    tokens, unless config.data.tokenizer names a tokenizer.json. description: what makes the store this store,
-    for a checkpoint to keep; plain JSON values.
+    eval: None with config.data.eval_fraction=0. tokenizer: None for a store of tokens, unless
+    config.data.tokenizer names a tokenizer.json. description: what makes the store this store, for
+    a checkpoint to keep; plain JSON values.
     """
 
-    def __init__(self, dataset, tokenizer, train, eval):
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        *,
+        tokenizer: Tokenizer | None,
+        train: TokenRows,
+        eval: TokenRows | None,
+    ):
         self.dataset, self.tokenizer, self.train, self.eval = dataset, tokenizer, train, eval
-        self.description = {
+        self.description: dict[str, Any] = {
             "num_documents": len(dataset.document_offsets) - 1,
             "num_tokens": int(dataset.document_offsets[-1]),
             "dtype": dataset.tokens.dtype.name,
             "fingerprint": _fingerprint(dataset),
         }
 
-    def check_same(self, description):
-        """Raises ValueError naming what differs if a checkpoint's `description` is of other data."""
+    def check_same(self, description: dict[str, Any]) -> None:
+        """Raises ValueError naming what differs if a run's `description` is of other data."""
         differs = [
             f"{key} was {description.get(key)!r}, is {value!r}"
             for key, value in self.description.items()
@@ -50,38 +62,38 @@ class Corpus:
         ]
         if differs:
             raise ValueError(
-                f"{self.dataset.name} is not the data this run began with: {'; '.join(differs)}. Resuming would "
-                "repeat some documents and skip others: restore config.data.path and config.data.tokenizer, or "
-                "start a new run"
+                f"{self.dataset.name} is not the data this run began with: {'; '.join(differs)}. "
+                "Resuming would repeat some documents and skip others: restore config.data.path "
+                "and config.data.tokenizer, or start a new run"
             )
 
-    def unigram_entropy(self):
-        """Nats per token of the held-out text under train token frequencies: what a model that ignores
-        its context reaches. A loss that does not get below it has learned no context.
+    def unigram_entropy(self) -> float:
+        """Nats per token of the held-out text under train token frequencies.
 
-        Exact for up to 16 Mi train and 4 Mi held-out tokens, else estimated from that many, in evenly
-        spaced blocks (the log says so). Add-one smoothing. Without an eval split train stands in.
+        What a model that ignores its context reaches: a loss that does not get below it has learned
+        no context. Exact for up to 16 Mi train and 4 Mi held-out tokens, else estimated from that
+        many, in evenly spaced blocks (the log says so). Add-one smoothing. Without an eval split
+        train stands in.
         """
         train, held_out = self.train, self.eval or self.train
-        counts = np.ones(train.vocab_size)
-        counts += _count_ids(train, TRAIN_BLOCKS)
+        counts = 1.0 + _count_ids(train, TRAIN_BLOCKS)
         held_out_counts = _count_ids(held_out, EVAL_BLOCKS)
         log_frequencies = np.log(counts / counts.sum())
         return float(-(held_out_counts * log_frequencies).sum() / held_out_counts.sum())
 
 
-def open_dataset(data_config, *, seed, seq_len, vocab_size):
-    """The Corpus that `data_config` (a config.DataConfig) describes; text is converted on the first use.
+def open_dataset(data_config: DataConfig, *, seed: int, seq_len: int, vocab_size: int) -> Corpus:
+    """The Corpus that `data_config` describes; text is converted on the first use.
 
-    Raises ValueError, before any device is touched, for data that is missing, damaged, too small for
-    a row of seq_len tokens in either split, or that does not fit vocab_size.
+    Raises ValueError, before any device is touched, for data that is missing, damaged, too small
+    for a row of seq_len tokens in either split, or that does not fit vocab_size.
     """
     format, _ = find_files(data_config.path, data_config.format)
     tokenizer = None
     if format != "indexed" or data_config.tokenizer != "bytes":
         tokenizer = open_tokenizer(data_config.tokenizer)
-        _check_vocabulary(tokenizer, data_config.tokenizer, vocab_size)
-    if format == "indexed":
+        _check_vocabulary(tokenizer, data_config.tokenizer, vocab_size=vocab_size)
+    if tokenizer is None or format == "indexed":
         dataset = IndexedDataset(data_config.path)
     else:
         dataset = cached_store(
@@ -91,41 +103,76 @@ def open_dataset(data_config, *, seed, seq_len, vocab_size):
             text_field=data_config.text_field,
             cache_dir=data_config.cache_dir,
         )
-    common = {
-        "seq_len": seq_len,
-        "vocab_size": vocab_size,
-        "eval_fraction": data_config.eval_fraction,
-        "max_documents_per_row": data_config.max_documents_per_row or MOST_DOCUMENTS,
-    }
-    train = TokenRows(dataset, split="train", seed=seed, shuffle=data_config.shuffle, **common)
+    most = data_config.max_documents_per_row or MOST_DOCUMENTS
+
+    def rows(split: str, *, seed: int, shuffle: bool) -> TokenRows:
+        return TokenRows(
+            dataset,
+            seq_len=seq_len,
+            seed=seed,
+            vocab_size=vocab_size,
+            split=split,
+            eval_fraction=data_config.eval_fraction,
+            shuffle=shuffle,
+            max_documents_per_row=most,
+        )
+
+    train = rows("train", seed=seed, shuffle=data_config.shuffle)
     held_out = None
     if data_config.eval_fraction:
-        held_out = TokenRows(dataset, split="eval", seed=EVAL_SEED, shuffle=True, **common)
+        held_out = rows("eval", seed=EVAL_SEED, shuffle=True)
     if data_config.max_documents_per_row == 0:
-        splits = [split for split in (train, held_out) if split is not None]
-        needed = max(split.most_documents() for split in splits)
-        for split in splits:  # a power of two: a few more documents do not compile the step anew
-            split.max_documents_per_row = min(1 << (needed - 1).bit_length(), MOST_DOCUMENTS)
-    return Corpus(dataset, tokenizer, train, held_out)
+        _bound_documents([train] if held_out is None else [train, held_out])
+    return Corpus(dataset, tokenizer=tokenizer, train=train, eval=held_out)
 
 
-def batches(rows, *, batch_size, start=0, local_rows=None, prefetch=4, threads=2):
+def _bound_documents(splits: list[TokenRows]) -> None:
+    """Sets max_documents_per_row to what the data needs, a power of two up to MOST_DOCUMENTS.
+
+    A few more documents then do not compile the update anew.
+    """
+    needed = max(split.most_documents() for split in splits)
+    for split in splits:
+        split.max_documents_per_row = min(1 << (needed - 1).bit_length(), MOST_DOCUMENTS)
+
+
+class Rows(Protocol):
+    """Where batches come from: a `TokenRows`."""
+
+    def rows(self, indices: ArrayLike) -> Batch: ...
+
+
+def batches(
+    rows: Rows,
+    *,
+    batch_size: int,
+    start: int = 0,
+    local_rows: ArrayLike | None = None,
+    prefetch: int = 4,
+    threads: int = 2,
+) -> Generator[tuple[int, Batch]]:
     """Yields (n, Batch) for n = start, start + 1, ... without end; close() it to stop its threads.
 
-    rows: TokenRows; batch n holds samples [n * batch_size, (n + 1) * batch_size), across epochs.
-    local_rows: int [num_local], sorted: which rows of the global batch this host reads; default all.
-    prefetch: batches read ahead, 0 for none; threads: how many read them. Neither changes a value.
+    Batch n holds samples [n * batch_size, (n + 1) * batch_size), across epochs.
+    local_rows: int [num_local], sorted: which rows of the global batch this host reads; default:
+        all. prefetch: batches read ahead, 0 for none; threads: how many read them. Neither changes
+        a value.
 
     An exception in a reader is raised here, at the batch it belongs to; the iterator then ends.
     Raises ValueError for arguments out of range.
     """
-    local_rows = np.arange(batch_size) if local_rows is None else np.asarray(local_rows)
-    _check_batches(batch_size, start, local_rows, prefetch, threads)
+    _check_least("batch_size", batch_size, least=1)
+    _check_least("start", start, least=0)
+    _check_least("config.data.prefetch", prefetch, least=0)
+    _check_least("config.data.threads", threads, least=0)
+    mine = np.arange(batch_size) if local_rows is None else np.asarray(local_rows)
+    _check_local_rows(mine, batch_size)
     import grain  # imports jax, 2 s: scripts that only convert or count do without
 
-    # A Grain element is a whole batch: 2 threads read 280 M tokens/s in batches of 64 rows of 8192, and
-    # 24 M/s where an element is one row (scripts/bench_data.py on 2 cores).
-    source = grain.MapDataset.source(_BatchSource(rows, batch_size, start, local_rows))
+    # A Grain element is a whole batch: 12 times as fast as one of a row (scripts/bench_data.py).
+    source = grain.MapDataset.source(
+        _BatchSource(rows, batch_size=batch_size, start=start, local_rows=mine)
+    )
     # Grain wants a buffer no smaller than the threads that fill it, or logs a warning.
     options = grain.ReadOptions(num_threads=min(threads, prefetch), prefetch_buffer_size=prefetch)
     return _until_closed(iter(source.to_iter_dataset(options)))
@@ -134,55 +181,52 @@ def batches(rows, *, batch_size, start=0, local_rows=None, prefetch=4, threads=2
 class _BatchSource:
     """Grain's random access source protocol: item i is (start + i, that Batch)."""
 
-    def __init__(self, rows, batch_size, start, local_rows):
-        self._rows, self._batch_size, self._start, self._local_rows = (
-            rows,
-            batch_size,
-            start,
-            local_rows,
-        )
+    def __init__(self, rows: Rows, *, batch_size: int, start: int, local_rows: np.ndarray):
+        self._rows, self._local_rows = rows, local_rows
+        self._batch_size, self._start = batch_size, start
 
-    def __len__(self):
+    def __len__(self) -> int:
         # Without end, as far as int64 sample numbers go.
         return (sys.maxsize - 1) // self._batch_size - self._start
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[int, Batch]:
         number = self._start + int(index)
         return number, self._rows.rows(number * self._batch_size + self._local_rows)
 
 
-def _until_closed(iterator):
+def _until_closed(iterator: Any) -> Generator[tuple[int, Batch]]:
     try:
         yield from iterator
     finally:
         iterator.close()
 
 
-def _check_batches(batch_size, start, local_rows, prefetch, threads):
-    for name, value, least in (
-        ("batch_size", batch_size, 1),
-        ("start", start, 0),
-        ("config.data.prefetch", prefetch, 0),
-        ("config.data.threads", threads, 0),
-    ):
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
+def _check_least(name: str, value: int, *, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def _check_local_rows(local_rows: np.ndarray, batch_size: int) -> None:
     is_sorted = local_rows.ndim == 1 and local_rows.size > 0 and (np.diff(local_rows) > 0).all()
     if not is_sorted or local_rows[0] < 0 or local_rows[-1] >= batch_size:
         raise ValueError(f"local_rows={local_rows} must rise within range(batch_size={batch_size})")
 
 
-def _check_vocabulary(tokenizer, name, vocab_size):
+def _check_vocabulary(tokenizer: Tokenizer, name: str, *, vocab_size: int) -> None:
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
-            f"config.data.tokenizer={name!r} has {tokenizer.vocab_size} ids but vocab_size={vocab_size}; set "
-            f"config.model.vocab_size to {tokenizer.vocab_size} or more"
+            f"config.data.tokenizer={name!r} has {tokenizer.vocab_size} ids "
+            f"but vocab_size={vocab_size}; "
+            f"set config.model.vocab_size to {tokenizer.vocab_size} or more"
         )
 
 
-def _fingerprint(dataset):
-    """Hex, of the bounds of documents and of sampled tokens: content, not file times, so that a copy
-    on another machine is the same data. Reads at most 1 MiB tokens whatever the store's size."""
+def _fingerprint(dataset: IndexedDataset) -> str:
+    """Hex, of the bounds of documents and of sampled tokens.
+
+    Content, not file times: a copy on another machine is the same data. Reads at most 1 Mi tokens,
+    whatever the store's size.
+    """
     digest = hashlib.sha256()
     for array in (dataset.document_offsets, dataset.tokens):
         for block in _blocks(array, FINGERPRINT_BLOCKS):
@@ -190,15 +234,15 @@ def _fingerprint(dataset):
     return digest.hexdigest()[:20]
 
 
-def _blocks(array, num_blocks):
-    """The whole of `array` in one block, or `num_blocks` of BLOCK_TOKENS, first and last included."""
+def _blocks(array: np.ndarray, num_blocks: int) -> list[np.ndarray]:
+    """The whole of `array` in one block, or `num_blocks` of BLOCK_TOKENS from first to last."""
     if len(array) <= num_blocks * BLOCK_TOKENS:
         return [array]
     starts = np.linspace(0, len(array) - BLOCK_TOKENS, num_blocks).astype(np.int64)
     return [array[start : start + BLOCK_TOKENS] for start in starts]
 
 
-def _count_ids(rows, num_blocks):
+def _count_ids(rows: TokenRows, num_blocks: int) -> np.ndarray:
     blocks = _blocks(rows.stream, num_blocks)
     num_counted = sum(map(len, blocks))
     if num_counted < rows.num_tokens:

@@ -1,17 +1,19 @@
 """Packing as index arithmetic: row r of epoch e is computed, never stored.
 
-A split is a run of whole documents of the store, its tokens taken as a circle. Epoch e cuts the circle
-into `num_rows` windows of seq_len tokens, beginning at a place drawn from (seed, e), and visits them in
-an order drawn from (seed, e). So sample i needs nothing but (seed, i): no state to save, no table to
-build, and the same batches for any number of hosts and threads. A row wastes nothing: documents are cut
-at its ends, and cut elsewhere in the next epoch. (Less than one row of tokens an epoch is left over.)
+A split is a run of whole documents of the store, its tokens taken as a circle. Epoch e cuts the
+circle into `num_rows` windows of seq_len tokens, beginning at a place drawn from (seed, e), and
+visits them in an order drawn from (seed, e). So sample i needs nothing but (seed, i): no state to
+save, no table to build, and the same batches for any number of hosts and threads. A row wastes
+nothing: documents are cut at its ends, and cut elsewhere in the next epoch. (Less than one row of
+tokens an epoch is left over.)
 """
 
 import logging
 import threading
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxscale.data.batch import Batch
 from jaxscale.data.permutation import NUM_ROUNDS, derive_keys, permute
@@ -22,82 +24,94 @@ PADDING = Batch(tokens=0, targets=-1, segments=0, positions=0)
 log = logging.getLogger(__name__)
 
 
+class TokenStore(Protocol):
+    """What rows are cut from, such as an `indexed.IndexedDataset`.
+
+    name: what errors call it. tokens: integers [num_tokens]. document_offsets: int64
+    [num_documents + 1]; document i is tokens[offsets[i]:offsets[i + 1]].
+    """
+
+    name: str
+    tokens: np.ndarray
+    document_offsets: np.ndarray
+
+
 class TokenRows:
     """The rows of one split of a token store.
 
-    dataset: has `tokens` [num_tokens], `document_offsets` int64 [num_documents + 1] and `name`
-        (`indexed.IndexedDataset`).
-    split: "train", or "eval": the last round(eval_fraction * num_documents) documents, at least one.
-        "train" is everything before them; with eval_fraction=0 it is everything.
+    split: "train", or "eval": the last round(eval_fraction * num_documents) documents, at least
+        one. "train" is everything before them; with eval_fraction=0 it is everything.
     shuffle: False gives the rows in store order, the same in every epoch.
-    max_documents_per_row: where a row has more, its tokens from the next document on become padding.
+    max_documents_per_row: where a row has more, its tokens from the next document on are padding.
 
     num_rows: rows in an epoch. num_tokens: tokens in the split. dropped_tokens: tokens that became
     padding in the rows read so far (a loader reads ahead).
 
-    Raises ValueError if the split has no documents or less than one row of tokens, if the dtype holds
-    no integers, or if the first, last or one of 62 rows between them holds an id outside range(vocab_size).
+    Raises ValueError if the split has no documents or less than one row of tokens, if the dtype
+    holds no integers, or if the first, last or one of 62 rows between them holds an id outside
+    range(vocab_size).
     """
 
     def __init__(
         self,
-        dataset,
+        dataset: TokenStore,
         *,
-        seq_len,
-        seed,
-        vocab_size,
-        split="train",
-        eval_fraction=0.01,
-        shuffle=True,
-        max_documents_per_row=32,
+        seq_len: int,
+        seed: int,
+        vocab_size: int,
+        split: str = "train",
+        eval_fraction: float = 0.01,
+        shuffle: bool = True,
+        max_documents_per_row: int = 32,
     ):
-        _check_arguments(
-            dataset, seq_len, seed, vocab_size, split, eval_fraction, max_documents_per_row
-        )
+        _check_split(split, eval_fraction)
+        _check_least("seq_len", seq_len, least=1)
+        _check_least("vocab_size", vocab_size, least=1)
+        _check_least("config.data.max_documents_per_row", max_documents_per_row, least=1)
+        _check_least("seed", seed, least=0)
+        _check_holds_integers(dataset)
         self.dataset, self.split, self.seed, self.shuffle = dataset, split, seed, shuffle
-        self.seq_len, self.vocab_size, self.max_documents_per_row = (
-            seq_len,
-            vocab_size,
-            max_documents_per_row,
-        )
-        self.first_document, last = _split_bounds(dataset, split, eval_fraction)
+        self.seq_len, self.vocab_size = seq_len, vocab_size
+        self.max_documents_per_row = max_documents_per_row
+        self.first_document, last = _split_bounds(dataset, split, eval_fraction=eval_fraction)
         self._offsets = dataset.document_offsets[self.first_document : last + 1]
         self._begin, self._end = int(self._offsets[0]), int(self._offsets[-1])
         self.num_tokens = self._end - self._begin
         self.num_rows = self.num_tokens // seq_len
         if self.num_rows == 0:
-            raise ValueError(
-                _too_short(dataset, split, self.num_documents, self.num_tokens, seq_len)
-            )
+            raise ValueError(self._too_short())
         self.dropped_tokens = 0
         self._lock = threading.Lock()
         self._check_sample()
 
     @property
-    def num_documents(self):
+    def num_documents(self) -> int:
         """Documents in the split."""
         return len(self._offsets) - 1
 
     @property
-    def stream(self):
+    def stream(self) -> np.ndarray:
         """The split's tokens in store order, [num_tokens] in the store's dtype; a view."""
         return self.dataset.tokens[self._begin : self._end]
 
-    def most_documents(self):
-        """The most documents that any row of any epoch can hold: no row needs a larger max_documents_per_row."""
+    def most_documents(self) -> int:
+        """The most documents that any row of any epoch can hold.
+
+        No row needs a larger max_documents_per_row.
+        """
         beyond_end = np.searchsorted(self._offsets, self._begin + self.seq_len) + 1
-        offsets = np.concatenate(
-            [self._offsets, self._offsets[1:beyond_end] + self.num_tokens]
-        )  # the circle closes
+        # The circle closes: after the last document come the first ones.
+        offsets = np.concatenate([self._offsets, self._offsets[1:beyond_end] + self.num_tokens])
         # The fullest row that begins in a document begins with its last token.
         row_ends = self._offsets[1:] - 1 + self.seq_len
         return int((np.searchsorted(offsets, row_ends) - np.arange(self.num_documents)).max())
 
-    def rows(self, indices):
+    def rows(self, indices: ArrayLike) -> Batch:
         """The Batch of these samples, int32 [len(indices), seq_len] each.
 
-        indices: global sample numbers, any order; sample i is row i % num_rows of epoch i // num_rows.
-        Raises ValueError for a token id outside range(vocab_size), naming document and position.
+        indices: global sample numbers, any order; sample i is row i % num_rows of epoch
+        i // num_rows. Raises ValueError for a token id outside range(vocab_size), naming document
+        and position.
         """
         starts = self._starts(np.asarray(indices, np.int64))
         begins, ends = self._pieces(starts)
@@ -108,7 +122,7 @@ class TokenRows:
         self._drop_overflow(batch, runs)
         return batch
 
-    def _starts(self, indices):
+    def _starts(self, indices: np.ndarray) -> np.ndarray:
         """Where each row begins in the store, int64 [rows]."""
         if indices.size and indices.min() < 0:
             raise ValueError(f"sample numbers count from 0, got {indices.min()}")
@@ -118,12 +132,13 @@ class TokenRows:
         starts = np.empty_like(numbers)
         for epoch in np.unique(epochs):  # nearly always one or two
             here = epochs == epoch
-            *keys, shift = derive_keys(self.seed, int(epoch), num_keys=NUM_ROUNDS + 1)
-            order = permute(numbers[here], self.num_rows, keys)
-            starts[here] = (order * self.seq_len + int(shift) % self.num_tokens) % self.num_tokens
+            words = derive_keys(self.seed, int(epoch), num_keys=NUM_ROUNDS + 1)
+            order = permute(numbers[here], self.num_rows, keys=words[:-1])
+            shift = int(words[-1]) % self.num_tokens
+            starts[here] = (order * self.seq_len + shift) % self.num_tokens
         return self._begin + starts
 
-    def _pieces(self, starts):
+    def _pieces(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Begin and end in the store of the two pieces of each row, int64 [rows, 2] each.
 
         The second piece is empty except in the one row of an epoch that runs over the split's end.
@@ -133,8 +148,8 @@ class TokenRows:
         begins = np.stack([starts, np.full_like(starts, self._begin)], axis=1)
         return begins, np.stack([first_end, self._begin + rest], axis=1)
 
-    def _read(self, begins, ends):
-        """tokens and targets int32 [rows, seq_len]; ends of documents are not yet masked in targets."""
+    def _read(self, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """tokens and targets, int32 [rows, seq_len]; no end of a document is masked yet."""
         stream, seq_len = self.dataset.tokens, self.seq_len
         tokens = np.empty((len(begins), seq_len), np.int32)
         targets = np.empty_like(tokens)
@@ -145,13 +160,13 @@ class TokenRows:
             if end - begin < seq_len:
                 window = np.concatenate([stream[begin:end], stream[self._begin : wrapped_end + 1]])
             if _max_as_unsigned(window) >= self.vocab_size:
-                self._refuse_ids(begin, end, wrapped_end)
+                self._refuse_ids(begin, end, wrapped_end=wrapped_end)
             tokens[row] = window[:seq_len]
             targets[row, : len(window) - 1] = window[1:]
             targets[row, len(window) - 1 :] = -1
         return tokens, targets
 
-    def _runs(self, begins, ends):
+    def _runs(self, begins: np.ndarray, ends: np.ndarray) -> "_Runs":
         first = np.searchsorted(self._offsets, begins, side="right") - 1
         counts = np.searchsorted(self._offsets, ends, side="left") - first
         piece = np.repeat(np.arange(counts.size), counts.ravel())
@@ -162,7 +177,7 @@ class TokenRows:
         numbers = _count_within(counts.sum(axis=1)) + 1
         return _Runs(lengths, np.cumsum(lengths), numbers, document_ends <= piece_ends)
 
-    def _drop_overflow(self, batch, runs):
+    def _drop_overflow(self, batch: Batch, runs: "_Runs") -> None:
         """Pads each row from its document number max_documents_per_row + 1 on."""
         over = runs.numbers == self.max_documents_per_row + 1
         if not over.any():
@@ -177,8 +192,9 @@ class TokenRows:
             is_first, self.dropped_tokens = self.dropped_tokens == 0, self.dropped_tokens + dropped
         if is_first:
             log.warning(
-                "%s: %d of %d rows hold more than config.data.max_documents_per_row=%d documents; %d of their %d "
-                "tokens are padded away (said once, counted in dropped_tokens): raise it, or lower seq_len=%d",
+                "%s: %d of %d rows hold more than config.data.max_documents_per_row=%d documents; "
+                "%d of their %d tokens are padded away (said once, counted in dropped_tokens): "
+                "raise it, or lower seq_len=%d",
                 self.dataset.name,
                 over.sum(),
                 len(batch.tokens),
@@ -188,16 +204,15 @@ class TokenRows:
                 self.seq_len,
             )
 
-    def _check_sample(self):
+    def _check_sample(self) -> None:
         last = self._end - self.seq_len
         for begin in np.linspace(self._begin, last, NUM_CHECKED_ROWS).astype(np.int64).tolist():
-            if (
-                _max_as_unsigned(self.dataset.tokens[begin : begin + self.seq_len])
-                >= self.vocab_size
-            ):
-                self._refuse_ids(begin, begin + self.seq_len, self._begin)
+            end = begin + self.seq_len
+            if _max_as_unsigned(self.dataset.tokens[begin:end]) >= self.vocab_size:
+                self._refuse_ids(begin, end, wrapped_end=self._begin)
 
-    def _refuse_ids(self, begin, end, wrapped_end):
+    def _refuse_ids(self, begin: int, end: int, *, wrapped_end: int) -> NoReturn:
+        """The first bad id of a row, whose second piece ends at wrapped_end."""
         for low, high in ((begin, end + 1), (self._begin, wrapped_end + 1)):
             ids = self.dataset.tokens[low:high]
             bad = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
@@ -208,10 +223,21 @@ class TokenRows:
                 raise ValueError(
                     f"{self.dataset.name}: document {document} holds id {ids[bad[0]]} at position "
                     f"{token - offsets[document]} (token {token} of the store), outside range("
-                    f"vocab_size={self.vocab_size}); set config.model.vocab_size to the tokenizer's, or "
-                    "config.data.path and config.data.tokenizer to the ones that belong together"
+                    f"vocab_size={self.vocab_size}); set config.model.vocab_size to the "
+                    "tokenizer's, or config.data.path and config.data.tokenizer to the ones that "
+                    "belong together"
                 )
         raise AssertionError("no id out of range to report")
+
+    def _too_short(self) -> str:
+        fix = "raise config.data.eval_fraction, " if self.split == "eval" else ""
+        return (
+            f"the {self.split} split of {self.dataset.name} has {self.num_documents} documents "
+            f"with {self.num_tokens} tokens, less than one row of seq_len={self.seq_len} "
+            f"(the store has {len(self.dataset.tokens)} tokens in "
+            f"{len(self.dataset.document_offsets) - 1} documents); "
+            f"{fix}lower seq_len, or add text"
+        )
 
 
 class _Runs(NamedTuple):
@@ -227,50 +253,40 @@ class _Runs(NamedTuple):
     is_document_end: np.ndarray
 
 
-def _segments_and_positions(runs, shape):
+def _segments_and_positions(runs: _Runs, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     segments = np.repeat(runs.numbers.astype(np.int32), runs.lengths)
     positions = np.arange(segments.size, dtype=np.int32)
     positions -= np.repeat((runs.after - runs.lengths).astype(np.int32), runs.lengths)
     return segments.reshape(shape), positions.reshape(shape)
 
 
-def _max_as_unsigned(window):
+def _max_as_unsigned(window: np.ndarray) -> int:
     """The largest id; a negative one shows as a huge one, so that one pass finds both."""
-    return window.view(f"<u{window.itemsize}").max()
+    return int(window.view(f"<u{window.itemsize}").max())
 
 
-def _count_within(counts):
+def _count_within(counts: np.ndarray) -> np.ndarray:
     """0..counts[0]-1, 0..counts[1]-1, ... in one array."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
 
 
-def _split_bounds(dataset, split, eval_fraction):
+def _split_bounds(dataset: TokenStore, split: str, *, eval_fraction: float) -> tuple[int, int]:
     """First document of the split and the one after its last."""
     num_documents = len(dataset.document_offsets) - 1
     num_eval = max(1, round(eval_fraction * num_documents)) if eval_fraction else 0
     if eval_fraction and num_eval >= num_documents:
         raise ValueError(
-            f"{dataset.name} has {num_documents} documents and config.data.eval_fraction={eval_fraction} holds out "
-            f"{num_eval}, leaving none to train on; lower it, or add documents"
+            f"{dataset.name} has {num_documents} documents and "
+            f"config.data.eval_fraction={eval_fraction} holds out {num_eval}, leaving none to "
+            "train on; lower it, or add documents"
         )
     if split == "eval":
         return num_documents - num_eval, num_documents
     return 0, num_documents - num_eval
 
 
-def _too_short(dataset, split, num_documents, num_tokens, seq_len):
-    fix = "raise config.data.eval_fraction, " if split == "eval" else ""
-    return (
-        f"the {split} split of {dataset.name} has {num_documents} documents with {num_tokens} tokens, less than "
-        f"one row of seq_len={seq_len} (the store has {len(dataset.tokens)} tokens in "
-        f"{len(dataset.document_offsets) - 1} documents); {fix}lower seq_len, or add text"
-    )
-
-
-def _check_arguments(
-    dataset, seq_len, seed, vocab_size, split, eval_fraction, max_documents_per_row
-):
+def _check_split(split: str, eval_fraction: float) -> None:
     if split not in ("train", "eval"):
         raise ValueError(f"split={split!r} is neither 'train' nor 'eval'")
     if not 0 <= eval_fraction < 1:
@@ -281,16 +297,16 @@ def _check_arguments(
         raise ValueError(
             "config.data.eval_fraction=0 holds nothing out; raise it to have an eval split"
         )
-    for name, value, least in (
-        ("seq_len", seq_len, 1),
-        ("vocab_size", vocab_size, 1),
-        ("config.data.max_documents_per_row", max_documents_per_row, 1),
-        ("seed", seed, 0),
-    ):
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def _check_least(name: str, value: int, *, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def _check_holds_integers(dataset: TokenStore) -> None:
     if dataset.tokens.dtype.kind not in "iu":
         raise ValueError(
-            f"{dataset.name} has dtype {dataset.tokens.dtype.name}, which holds no token ids; config.data.path "
-            "needs an integer store"
+            f"{dataset.name} has dtype {dataset.tokens.dtype.name}, which holds no token ids; "
+            "config.data.path needs an integer store"
         )

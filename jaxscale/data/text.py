@@ -1,4 +1,4 @@
-"""Text on disk -> documents: plain files (one document each), JSONL and Parquet (one per record)."""
+"""Text on disk -> documents: plain files hold one each, JSONL and Parquet one a record."""
 
 import glob
 import gzip
@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from jaxscale.data import indexed
 
@@ -19,14 +21,17 @@ SUFFIXES = {
     ".idx": "indexed",
 }
 
+# (name, path) pairs. A name is relative to the folder asked for: a moved folder keeps its cache.
+Files = list[tuple[str, Path]]
+
 log = logging.getLogger(__name__)
 
 
-def find_files(path, format="auto"):
-    """Returns (format, files): which format `path` is in and its files, sorted, as (name, Path) pairs.
+def find_files(path: str, format: str = "auto") -> tuple[str, Files]:
+    """Returns (format, files): which format `path` is in, and its files, sorted by name.
 
-    path: 'python-stdlib', a token store's prefix, a file, a folder (read recursively, hidden files left
-        out) or a glob. A name is relative to the folder, so that a moved folder keeps its cache.
+    path: 'python-stdlib', a token store's prefix, a file, a folder (read recursively, hidden files
+        left out) or a glob.
     format: 'auto' goes by the suffixes. The files of 'indexed' are not listed.
     Raises ValueError if nothing is there or the suffixes of a folder disagree.
     """
@@ -42,17 +47,20 @@ def find_files(path, format="auto"):
         files = [file for file in files if formats[file[0]] == format]
     if not files:
         raise ValueError(
-            f"config.data.path={path!r} holds no {format} file; set config.data.format to what it holds"
+            f"config.data.path={path!r} holds no {format} file; "
+            "set config.data.format to what it holds"
         )
     return str(format), files
 
 
-def read_documents(path, format, files, text_field):
-    """Yields the text of every document, in the order of `files` (from `find_files`).
+def read_documents(path: str, files: Files, *, format: str, text_field: str) -> Iterator[str]:
+    """Yields the text of every document, in the order of `files`.
 
-    Raises ValueError naming file and line for what is not UTF-8, not JSON, or lacks the field. Only
-    'python-stdlib' may skip: it holds files in other encodings on purpose, to test Python with.
+    format, files: as `find_files` gave them. Raises ValueError naming file and line for what is not
+    UTF-8, not JSON, or lacks the field. Only 'python-stdlib' may skip: it holds files in other
+    encodings on purpose, to test Python with.
     """
+    read: Callable[[Path, str], Iterator[str]]
     if format == "jsonl":
         read = _read_jsonl
     elif format == "parquet":
@@ -63,76 +71,83 @@ def read_documents(path, format, files, text_field):
         yield from read(file, text_field)
 
 
-def _stdlib_files():
+def _stdlib_files() -> Files:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [(str(file.relative_to(root)), file) for file in root.rglob("*.py")]
     installed = ("site-packages", "dist-packages")
     return sorted((name, file) for name, file in files if not name.startswith(installed))
 
 
-def _list_files(path):
+def _list_files(path: str) -> Files:
     found = os.path.expanduser(path)
     if os.path.isdir(found):
-        root = Path(found)
-        files = [(str(file.relative_to(root)), file) for file in root.rglob("*") if file.is_file()]
-        files = [
-            (name, file)
-            for name, file in files
-            if not any(part[0] == "." for part in Path(name).parts)
-        ]
+        files = _visible_files(Path(found))
     elif os.path.isfile(found):
         files = [(os.path.basename(found), Path(found))]
     else:
-        files = [
-            (name, Path(name)) for name in glob.glob(found, recursive=True) if os.path.isfile(name)
-        ]
+        names = glob.glob(found, recursive=True)
+        files = [(name, Path(name)) for name in names if os.path.isfile(name)]
     if not files:
         raise ValueError(
-            f"config.data.path={path!r} finds no file; give 'python-stdlib', the prefix of a .bin/.idx store, or a "
-            "text, JSONL or Parquet file, folder or glob (quote a glob in the shell)"
+            f"config.data.path={path!r} finds no file; give 'python-stdlib', the prefix of a "
+            ".bin/.idx store, or a text, JSONL or Parquet file, folder or glob "
+            "(quote a glob in the shell)"
         )
     return sorted(files)
 
 
-def _format_of(name):
+def _visible_files(root: Path) -> Files:
+    files = [(file.relative_to(root), file) for file in root.rglob("*") if file.is_file()]
+    return [
+        (str(name), file)
+        for name, file in files
+        if not any(part.startswith(".") for part in name.parts)
+    ]
+
+
+def _format_of(name: str) -> str:
     name = name.lower().removesuffix(".gz")
     return SUFFIXES.get(os.path.splitext(name)[1], "text")
 
 
-def _agreed(path, formats):
+def _agreed(path: str, formats: dict[str, str]) -> str:
+    """formats: by name."""
     examples = {format: name for name, format in formats.items()}
     if "indexed" in examples:
+        prefix = os.path.join(path, indexed.strip_suffix(examples["indexed"]))
         raise ValueError(
-            f"config.data.path={path!r} is a folder with a token store in it; set config.data.path to the store's "
-            f"prefix, {os.path.join(path, indexed.strip_suffix(examples['indexed']))!r}"
+            f"config.data.path={path!r} is a folder with a token store in it; "
+            f"set config.data.path to the store's prefix, {prefix!r}"
         )
     if len(examples) > 1:
         mix = ", ".join(f"{format} ({name})" for format, name in sorted(examples.items()))
         raise ValueError(
-            f"config.data.path={path!r} mixes formats: {mix}; set config.data.format to the one to read, or use a glob"
+            f"config.data.path={path!r} mixes formats: {mix}; "
+            "set config.data.format to the one to read, or use a glob"
         )
     return next(iter(examples))
 
 
-def _read_text(file, _):
+def _read_text(file: Path, _: str) -> Iterator[str]:
     with _open(file) as opened:
         content = opened.read()
     try:
         yield content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{file} is not UTF-8 at byte {error.start}; convert it, move it away, or narrow config.data.path to a glob"
+            f"{file} is not UTF-8 at byte {error.start}; "
+            "convert it, move it away, or narrow config.data.path to a glob"
         ) from error
 
 
-def _read_stdlib(file, _):
+def _read_stdlib(file: Path, _: str) -> Iterator[str]:
     try:
         yield file.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
         log.debug("skipped %s: not UTF-8", file)
 
 
-def _read_jsonl(file, field):
+def _read_jsonl(file: Path, field: str) -> Iterator[str]:
     with _open(file) as lines:
         for number, line in enumerate(lines, 1):
             if line.isspace():
@@ -141,16 +156,16 @@ def _read_jsonl(file, field):
                 record = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{file} line {number} is not JSON: {error}") from error
-            text = _text_of(record, field, f"{file} line {number}")
-            # Half of a surrogate pair is valid JSON (truncated emoji) but no text: UTF-8 cannot hold it.
-            yield (
-                text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                if rb"\ud" in line
-                else text
-            )
+            text = _text_of(record, field, where=f"{file} line {number}")
+            yield _without_half_pairs(text) if rb"\ud" in line else text
 
 
-def _text_of(record, field, where):
+def _without_half_pairs(text: str) -> str:
+    """Half of a surrogate pair, a cut emoji, is valid JSON but no text: UTF-8 cannot hold it."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _text_of(record: Any, field: str, *, where: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(
             f"{where} holds a {type(record).__name__}; each line must be an object with {field!r}"
@@ -168,7 +183,7 @@ def _text_of(record, field, where):
     return text or ""
 
 
-def _read_parquet(file, field):
+def _read_parquet(file: Path, field: str) -> Iterator[str]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -196,5 +211,5 @@ def _read_parquet(file, field):
                 yield text or ""
 
 
-def _open(file):
+def _open(file: Path) -> gzip.GzipFile | BinaryIO:
     return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")

@@ -3,9 +3,10 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 # Looked for in this order when no tokenizer_config.json beside the tokenizer.json names the token.
 END_OF_DOCUMENT_NAMES = (
@@ -34,24 +35,27 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]: ...
 
-    def decode(self, ids) -> str: ...
+    def decode(self, ids: ArrayLike) -> str: ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0..255; 256 ends a document. `decode(encode(text)) == text` for any text."""
+    """UTF-8 bytes as ids 0..255; 256 ends a document.
+
+    `decode(encode(text)) == text` for any text.
+    """
 
     vocab_size = 257
     end_of_document = 256
     fingerprint = "bytes-1"
 
-    def encode(self, text):
+    def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
-    def encode_batch(self, texts):
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids):
-        """Ends of documents are left out; bytes that are no UTF-8 (a cut character) become U+FFFD."""
+    def decode(self, ids: ArrayLike) -> str:
+        """Ends of documents are left out; bytes that are no UTF-8, a cut character, are U+FFFD."""
         ids = np.asarray(ids)
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode(errors="replace")
 
@@ -60,16 +64,17 @@ class HuggingFaceTokenizer:
     """A tokenizer.json, or the folder that holds it, through the `tokenizers` package.
 
     Truncation and padding that the file asks for are switched off: both would damage documents.
-    Raises ValueError if the file is missing or unreadable, the package is missing, or no token ends a
-    document (eos_token in the tokenizer_config.json beside it, or a usual name).
+    Raises ValueError if the file is missing or unreadable, the package is missing, or no token ends
+    a document (eos_token in the tokenizer_config.json beside it, or a usual name).
     """
 
-    def __init__(self, path):
+    def __init__(self, path: str | Path):
         path = Path(path).expanduser()
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.is_file():
             raise ValueError(
-                f"config.data.tokenizer={str(path)!r} is no file; give 'bytes' or the path of a tokenizer.json"
+                f"config.data.tokenizer={str(path)!r} is no file; "
+                "give 'bytes' or the path of a tokenizer.json"
             )
         content = path.read_bytes()
         self._tokenizer = _load(path, content)
@@ -80,29 +85,30 @@ class HuggingFaceTokenizer:
         self.end_of_document = _end_of_document(path, vocabulary)
         self.fingerprint = hashlib.sha256(content + b"%d" % self.end_of_document).hexdigest()
 
-    def encode(self, text):
+    def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts):
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
-    def decode(self, ids):
+    def decode(self, ids: ArrayLike) -> str:
         """Special tokens, the end of a document among them, are left out."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
 
-def open_tokenizer(name):
+def open_tokenizer(name: str) -> Tokenizer:
     """The Tokenizer for config.data.tokenizer: 'bytes', or the path of a tokenizer.json."""
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
 
 
-def _load(path, content):
+def _load(path: Path, content: bytes) -> Any:
     try:
         import tokenizers
     except ImportError as error:
         raise ValueError(
-            f"config.data.tokenizer={str(path)!r} needs the package `tokenizers`: pip install 'jaxscale[data]'"
+            f"config.data.tokenizer={str(path)!r} needs the package `tokenizers`: "
+            "pip install 'jaxscale[data]'"
         ) from error
     try:
         return tokenizers.Tokenizer.from_str(content.decode())
@@ -112,7 +118,7 @@ def _load(path, content):
         ) from error
 
 
-def _end_of_document(path, vocabulary):
+def _end_of_document(path: Path, vocabulary: dict[str, int]) -> int:
     config = path.with_name("tokenizer_config.json")
     if config.is_file():
         token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
@@ -123,6 +129,7 @@ def _end_of_document(path, vocabulary):
         if token in vocabulary:
             return vocabulary[token]
     raise ValueError(
-        f"config.data.tokenizer={str(path)!r} has no token that ends a document: none of {END_OF_DOCUMENT_NAMES}; "
+        f"config.data.tokenizer={str(path)!r} has no token that ends a document: "
+        f"none of {END_OF_DOCUMENT_NAMES}; "
         'name it in a tokenizer_config.json beside it: {"eos_token": "..."}'
     )

@@ -1,48 +1,65 @@
-"""Attention over packed documents: chooses a kernel and runs it on each device's own rows and heads.
+"""Attention over packed documents: chooses a kernel and runs it on each device's rows and heads.
 
 B rows, S sequence, N query heads, K key heads, H head size, M documents a row at most.
 """
 
 import functools
 import logging
+from types import ModuleType
 
 import jax
-import jax.numpy as jnp
 
 from jaxscale import sharding as shd
 from jaxscale.config import Attention
 from jaxscale.kernels import cudnn_attention, xla_attention
+from jaxscale.ops.documents import Documents
 from jaxscale.ops.execution import Execution
 
 log = logging.getLogger(__name__)
 
-# XLA's attention holds [B, N, S, S] scores in float32: 8 GiB a row and layer at 32 heads and 8192 tokens.
-MAX_XLA_SEQ_LEN_ON_GPU = 2048
+# The preferred one first. Each offers what kernels/__init__.py lists.
+KERNELS: dict[Attention, ModuleType] = {
+    Attention.CUDNN: cudnn_attention,
+    Attention.XLA: xla_attention,
+}
+
+# Scores of a row and layer, in float32: 8 GiB at 32 heads and 8192 tokens.
+MAX_QUADRATIC_SEQ_LEN_ON_GPU = 2048
 
 
-def choose(
-    kind: Attention, q_BSNH, k_BSKH, *, platform: str, compute_capability: str = "9.0"
-) -> Attention:
-    """The kernel that will run. Raises ValueError rather than fall back to quadratic memory on a GPU."""
-    reason = cudnn_attention.supported(
-        q_BSNH, k_BSKH, platform=platform, compute_capability=compute_capability
-    )
-    if kind == Attention.CUDNN and reason:
-        raise ValueError(
-            f"config.attention='cudnn' cannot run: {reason}; set config.attention='auto'"
+def choose(q_BSNH, k_BSKH, *, execution: Execution, cap: float | None = None) -> ModuleType:
+    """The kernel that will run: the one the config names, else the first that supports the shapes.
+
+    Raises ValueError rather than fall back to quadratic memory on a GPU.
+    """
+
+    def reason_against(kernel):
+        return kernel.supported(
+            q_BSNH,
+            k_BSKH,
+            platform=execution.platform,
+            compute_capability=execution.compute_capability,
+            cap=cap,
         )
-    if kind != Attention.AUTO:
-        return kind
-    if reason is None:
-        return Attention.CUDNN
-    if platform != "cpu" and q_BSNH.shape[1] > MAX_XLA_SEQ_LEN_ON_GPU:
-        raise ValueError(
-            f"no memory-saving attention for config.seq_len={q_BSNH.shape[1]}: {reason}. Mend that, or accept quadratic "
-            f"memory with config.attention='xla'"
-        )
-    if platform != "cpu":
-        _say_once(f"attention runs as plain XLA operations: {reason}")
-    return Attention.XLA
+
+    if (wanted := execution.attention) != Attention.AUTO:
+        if reason := reason_against(KERNELS[wanted]):
+            raise ValueError(
+                f"config.attention={wanted.value!r} cannot run: {reason}; set "
+                f"config.attention='auto'"
+            )
+        return KERNELS[wanted]
+    reasons = {kernel: reason_against(kernel) for kernel in KERNELS.values()}
+    chosen = next(kernel for kernel, reason in reasons.items() if reason is None)
+    others = "; ".join(reason for reason in reasons.values() if reason)
+    if execution.platform != "cpu" and chosen.HAS_QUADRATIC_MEMORY:
+        if q_BSNH.shape[1] > MAX_QUADRATIC_SEQ_LEN_ON_GPU:
+            raise ValueError(
+                f"no memory-saving attention for config.seq_len={q_BSNH.shape[1]}: {others}. Mend "
+                f"that, or accept quadratic memory with config.attention='xla'"
+            )
+        _say_once(f"attention runs as plain XLA operations: {others}")
+    return chosen
 
 
 @functools.cache
@@ -51,39 +68,56 @@ def _say_once(message: str) -> None:
 
 
 def attention(
-    q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM, *, window: int | None, execution: Execution
+    q_BSNH,
+    k_BSKH,
+    v_BSKH,
+    *,
+    documents: Documents,
+    execution: Execution,
+    scale: float | None = None,
+    window: int | None = None,
+    cap: float | None = None,
 ):
-    """Causal attention that stays inside each document. Returns [B, S, N, H]; padding comes out as zeros.
+    """Causal attention that stays inside each document. Returns [B, S, N, H]; padding gives zeros.
 
-    segments_BS: int32, 0 is padding; lengths_BM: the same as tokens a document (`document_lengths`). Heads may be split
-    over more devices than there are key heads: then every device gets the one key head that its query heads share.
+    scale: of the scores; H ** -0.5 unless given. window: a token sees itself and the `window - 1`
+    before it. cap: scores become cap * tanh(score / cap).
+
+    Attention has axes of its own, `attn_seq`, `attn_heads` and `attn_kv_heads`: with a rule that
+    splits `seq`, and none that splits `attn_seq`, the devices exchange sequence for heads. Heads
+    may be split over more devices than there are key heads: then each device takes the one key head
+    that its query heads share.
     """
-    scale = q_BSNH.shape[-1] ** -0.5
+    kernel = choose(q_BSNH, k_BSKH, execution=execution, cap=cap)
+    options = dict(scale=scale or q_BSNH.shape[-1] ** -0.5, window=window, cap=cap)
     group = q_BSNH.shape[2] // k_BSKH.shape[2]
-    hardware = dict(platform=execution.platform, compute_capability=execution.compute_capability)
-    kind = choose(execution.attention, q_BSNH, k_BSKH, **hardware)
-    kv_is_whole = shd.mesh_axes("kv_heads") != shd.mesh_axes("heads")
+    head_axes = shd.mesh_axes("attn_heads")
+    has_all_key_heads = shd.mesh_axes("attn_kv_heads") != head_axes
 
-    def local(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM):
-        if kv_is_whole:
-            first_head = jax.lax.axis_index(shd.mesh_axes("heads")) * q_BSNH.shape[2]
+    def local(q_BSNH, k_BSKH, v_BSKH, segments_BS, positions_BS, lengths_BM):
+        if has_all_key_heads:
+            mine = jax.lax.axis_index(head_axes) * q_BSNH.shape[2] // group
             k_BSKH, v_BSKH = (
-                jax.lax.dynamic_slice_in_dim(x, first_head // group, 1, axis=2)
-                for x in (k_BSKH, v_BSKH)
+                jax.lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k_BSKH, v_BSKH)
             )
-        if kind == Attention.CUDNN:
-            return cudnn_attention.attention(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window)
-        return xla_attention.attention(q_BSNH, k_BSKH, v_BSKH, segments_BS, scale, window)
+        documents = Documents(segments_BS, positions_BS, lengths_BM)
+        return kernel.attention(q_BSNH, k_BSKH, v_BSKH, documents=documents, **options)
 
-    q_axes, kv_axes = "batch seq heads head", "batch seq kv_heads head"
+    q_axes, k_axes = "batch attn_seq attn_heads head", "batch attn_seq attn_kv_heads head"
+    token_axes = ("batch attn_seq", "batch attn_seq", "batch _")
     mapped = shd.shard_map(
-        local, in_axes=(q_axes, kv_axes, kv_axes, "batch seq", "batch _"), out_axes=q_axes
+        local,
+        in_axes=(q_axes, k_axes, k_axes, *token_axes),
+        out_axes=q_axes,
+        check_vma=kernel.TRACKS_VMA,
     )
     with jax.named_scope("attention"):
-        return mapped(q_BSNH, k_BSKH, v_BSKH, segments_BS, lengths_BM)
-
-
-def document_lengths(segments_BS, max_documents: int):
-    """int32 [B, M]: tokens of segments 1 to M of each row."""
-    document_M = jnp.arange(1, max_documents + 1, dtype=segments_BS.dtype)
-    return (segments_BS[:, :, None] == document_M).sum(1, dtype=jnp.int32)
+        out_BSNH = mapped(
+            q_BSNH,
+            k_BSKH,
+            v_BSKH,
+            documents.segments_BS,
+            documents.positions_BS,
+            documents.lengths_BM,
+        )
+    return shd.constrain(out_BSNH, "batch seq heads head")

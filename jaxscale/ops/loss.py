@@ -1,10 +1,12 @@
 """Cross-entropy from the last hidden states, without ever holding the logits of a batch.
 
-Tokens go through the head a chunk at a time; each chunk's logits exist in the compute dtype only, and the forward pass
-forms the gradients as well (dlogits = softmax - onehot, by comparing an iota with the target: no scatter), so that the
-head costs three matrix products and nothing is repeated. B rows, S sequence, T tokens of a chunk, D model, V vocabulary.
+Tokens go through the head a chunk at a time; each chunk's logits exist in the compute dtype only,
+and the forward pass forms the gradients as well (dlogits = softmax - onehot, by comparing an iota
+with the target: no scatter), so that the head costs three matrix products and nothing is repeated.
+B rows, S sequence, T tokens of a chunk, D model, V vocabulary.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -17,38 +19,62 @@ from jaxscale import sharding as shd
 CHUNK_TOKENS = 4096
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def cross_entropy(x_BSD, head_DV, targets_BS, vocab_size: int, z_loss: float, dtype):
-    """The sum over tokens of -log p(target) + z_loss * logsumexp**2, float32; a target of -1 counts nothing.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    vocab_size: int
+    z_loss: float
+    cap: float | None
+    dtype: jnp.dtype
 
-    head_DV: float32 as stored ("embed vocab"); columns from `vocab_size` on are padding and get no probability. Its
-    gradient is float32 and comes out as stored, reduce-scattered once.
+
+def cross_entropy(
+    x_BSD,
+    head_DV,
+    targets_BS,
+    *,
+    vocab_size: int,
+    dtype,
+    z_loss: float = 0.0,
+    cap: float | None = None,
+):
+    """The sum over tokens of -log p(target) + z_loss * logsumexp**2, float32.
+
+    A target of -1 counts nothing. head_DV: float32 as stored ("embed vocab"); columns from
+    `vocab_size` on are padding and get no probability. Its gradient is float32 and comes out as
+    stored, reduce-scattered once. cap: logits become cap * tanh(logit / cap). dtype: of the
+    products.
     """
-    return _run(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype, with_gradients=False)[0]
+    options = _Options(vocab_size=vocab_size, z_loss=z_loss, cap=cap, dtype=jnp.dtype(dtype))
+    return _cross_entropy(x_BSD, head_DV, targets_BS, options)
 
 
-def _cross_entropy_fwd(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype):
-    loss, dx_BSD, dhead_DV = _run(
-        x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype, with_gradients=True
-    )
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _cross_entropy(x_BSD, head_DV, targets_BS, options):
+    return _run(x_BSD, head_DV, targets_BS, options=options, with_gradients=False)[0]
+
+
+def _cross_entropy_fwd(x_BSD, head_DV, targets_BS, options):
+    loss, dx_BSD, dhead_DV = _run(x_BSD, head_DV, targets_BS, options=options, with_gradients=True)
     return loss, (dx_BSD, dhead_DV)
 
 
-def _cross_entropy_bwd(vocab_size, z_loss, dtype, residuals, dloss):
+def _cross_entropy_bwd(options, residuals, dloss):
     dx_BSD, dhead_DV = residuals
     return (dx_BSD.astype(jnp.float32) * dloss).astype(dx_BSD.dtype), dhead_DV * dloss, None
 
 
-cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
-def _run(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype, *, with_gradients):
-    embed_axes, vocab_axes, batch_axes = (
-        shd.mesh_axes(axis) for axis in ("embed", "vocab", "batch")
-    )
+def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients):
+    embed_axes, vocab_axes = shd.mesh_axes("embed"), shd.mesh_axes("vocab")
+    token_axes = shd.mesh_axes("batch seq")
+
+    def varying(x, axes):
+        return jax.lax.pcast(x, axes, to="varying") if axes else x
 
     def local(x_BSD, head_DV, targets_BS):
-        head_DV = head_DV.astype(dtype)
+        head_DV = head_DV.astype(options.dtype)
         if embed_axes:
             head_DV = jax.lax.all_gather(head_DV, embed_axes, axis=0, tiled=True)
         tokens, dim = targets_BS.size, x_BSD.shape[-1]
@@ -62,7 +88,7 @@ def _run(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype, *, with_gradient
             loss, dhead_DV = carry
             x_TD, targets_T = chunk
             chunk_loss, dlogits_TV = _chunk(
-                x_TD, head_DV, targets_T, vocab_size, z_loss, vocab_axes
+                x_TD, head_DV, targets_T, options=options, vocab_axes=vocab_axes
             )
             if not with_gradients:
                 return (loss + chunk_loss, dhead_DV), None
@@ -72,16 +98,18 @@ def _run(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype, *, with_gradient
             )
             return (loss + chunk_loss, dhead_DV), dx_TD
 
+        loss = varying(jnp.zeros((), jnp.float32), token_axes)
         dhead_DV = jnp.zeros(head_DV.shape if with_gradients else (), jnp.float32)
-        (loss, dhead_DV), dx = jax.lax.scan(step, (jnp.zeros((), jnp.float32), dhead_DV), chunks)
-        loss = jax.lax.psum(loss, batch_axes) if batch_axes else loss
+        dhead_DV = varying(dhead_DV, (*token_axes, *vocab_axes) if with_gradients else ())
+        (loss, dhead_DV), dx = jax.lax.scan(step, (loss, dhead_DV), chunks)
+        loss = jax.lax.psum(loss, token_axes) if token_axes else loss
         if not with_gradients:
             return (loss,)
         if vocab_axes:
             dx = jax.lax.psum(dx, vocab_axes)
         if embed_axes:
             dhead_DV = jax.lax.psum_scatter(dhead_DV, embed_axes, scatter_dimension=0, tiled=True)
-        if replicated := tuple(axis for axis in batch_axes if axis not in embed_axes):
+        if replicated := tuple(axis for axis in token_axes if axis not in embed_axes):
             dhead_DV = jax.lax.psum(dhead_DV, replicated)
         return loss, dx.reshape(-1, dim)[:tokens].reshape(x_BSD.shape), dhead_DV
 
@@ -90,35 +118,44 @@ def _run(x_BSD, head_DV, targets_BS, vocab_size, z_loss, dtype, *, with_gradient
     return shd.shard_map(local, in_axes=in_axes, out_axes=out_axes)(x_BSD, head_DV, targets_BS)
 
 
-def _chunk(x_TD, head_DV, targets_T, vocab_size, z_loss, vocab_axes):
-    """The chunk's summed loss and its dlogits [T, V] in x's dtype; V is this device's part of the vocabulary."""
+def _chunk(x_TD, head_DV, targets_T, *, options, vocab_axes):
+    """The chunk's summed loss and its dlogits [T, V] in x's dtype; V is this device's part."""
     logits_TV = jnp.einsum("TD,DV->TV", x_TD, head_DV)
     width = head_DV.shape[1]
     first = jax.lax.axis_index(vocab_axes) * width if vocab_axes else 0
     word_V = first + jnp.arange(width, dtype=jnp.int32)
-    logits32_TV = logits_TV.astype(jnp.float32)
-    if width * math.prod(jax.lax.axis_size(axis) for axis in vocab_axes) > vocab_size:
-        logits32_TV = jnp.where(word_V < vocab_size, logits32_TV, -jnp.inf)
+    logits32_TV = _capped(logits_TV, options.cap)
+    slope_TV = 1.0 if options.cap is None else 1 - (logits32_TV / options.cap) ** 2
+    if width * math.prod(jax.lax.axis_size(axis) for axis in vocab_axes) > options.vocab_size:
+        logits32_TV = jnp.where(word_V < options.vocab_size, logits32_TV, -jnp.inf)
     max_T = logits32_TV.max(-1)
     max_T = jax.lax.pmax(max_T, vocab_axes) if vocab_axes else max_T
     exp_TV = jnp.exp(logits32_TV - max_T[:, None])
-    # Looked up: as a second sum over the vocabulary it is a sixth of that kernel's instructions (PTX for H100).
+    # Looked up: as a second sum over the vocabulary it would be a sixth of the instructions.
     index_T = targets_T - first
     is_here_T = (index_T >= 0) & (index_T < width)
-    logit_T = jnp.take_along_axis(logits_TV, jnp.clip(index_T, 0, width - 1)[:, None], axis=1)[:, 0]
-    sums = exp_TV.sum(-1), jnp.where(is_here_T, logit_T.astype(jnp.float32), 0.0)
+    index_T1 = jnp.clip(index_T, 0, width - 1)[:, None]
+    logit_T = _capped(jnp.take_along_axis(logits_TV, index_T1, axis=1)[:, 0], options.cap)
+    sums = exp_TV.sum(-1), jnp.where(is_here_T, logit_T, 0.0)
     sum_T, target_logit_T = jax.lax.psum(sums, vocab_axes) if vocab_axes else sums
     lse_T = max_T + jnp.log(sum_T)
     counts_T = (targets_T >= 0).astype(jnp.float32)
-    loss = jnp.sum(counts_T * (lse_T - target_logit_T + z_loss * lse_T**2))
-    slope_T = counts_T * (1 + 2 * z_loss * lse_T) / sum_T
-    dlogits_TV = exp_TV * slope_T[:, None] - jnp.where(
-        word_V == targets_T[:, None], counts_T[:, None], 0.0
-    )
-    return loss, dlogits_TV.astype(x_TD.dtype)
+    loss = jnp.sum(counts_T * (lse_T - target_logit_T + options.z_loss * lse_T**2))
+    share_T = counts_T * (1 + 2 * options.z_loss * lse_T) / sum_T
+    is_target_TV = word_V == targets_T[:, None]
+    dlogits_TV = exp_TV * share_T[:, None] - jnp.where(is_target_TV, counts_T[:, None], 0.0)
+    return loss, (dlogits_TV * slope_TV).astype(x_TD.dtype)
+
+
+def _capped(logits, cap: float | None):
+    logits32 = logits.astype(jnp.float32)
+    return logits32 if cap is None else cap * jnp.tanh(logits32 / cap)
 
 
 def _chunks(tokens: int) -> tuple[int, int]:
-    """The fewest chunks of at most CHUNK_TOKENS, and their size; the last is padded by less than a token a chunk."""
+    """The fewest chunks of at most CHUNK_TOKENS, and their size.
+
+    The last is padded by less than a token a chunk.
+    """
     num_chunks = -(-tokens // CHUNK_TOKENS)
     return num_chunks, -(-tokens // num_chunks)

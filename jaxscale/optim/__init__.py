@@ -1,1 +1,5 @@
-"""Optimisers, one file each: `Config.validate()` and `Config.build(learning_rate) -> optax.GradientTransformation`."""
+"""Optimisers, one file each, whose `Config` has
+
+`validate()` and `build(learning_rate) -> optax.GradientTransformation`;
+`state_axes(state, params=)`: the logical axes of the state's arrays.
+"""

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import optax
 
+from jaxscale.optim.axes import axes_of_boxes
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Config:
@@ -21,7 +23,8 @@ class Config:
         for key in ("b1", "b2"):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(
-                    f"config.optim.{key}={getattr(self, key)}: set it from 0 up to, but not including, 1"
+                    f"config.optim.{key}={getattr(self, key)}: set it from 0 up to, but not "
+                    "including, 1"
                 )
         if not self.eps > 0:  # the vocabulary's padding has no gradient: 0 / 0
             raise ValueError(f"config.optim.eps={self.eps}: set it above 0, such as 1e-8")
@@ -30,7 +33,7 @@ class Config:
                 raise ValueError(f"config.optim.{key}={getattr(self, key)}: set it to 0 or more")
 
     def build(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
-        """State is float32 like the parameters; `learning_rate` is a function of the update's number."""
+        """State is float32 like the parameters; `learning_rate` is a function of the step."""
         # identity: the state has the same parts with and without clipping, and a run may switch.
         clip = optax.clip_by_global_norm(self.clip_norm) if self.clip_norm else optax.identity()
         return optax.chain(
@@ -39,6 +42,11 @@ class Config:
             optax.add_decayed_weights(self.weight_decay, mask=self.decays),
             optax.scale_by_learning_rate(learning_rate),
         )
+
+    def state_axes(self, state, *, params):
+        """The logical axes of the state's arrays: the moments have those of their parameters."""
+        del params
+        return axes_of_boxes(state)
 
     def decays(self, params):
         """The tree of params with True where weight decay applies."""

@@ -1,1 +1,1 @@
-"""Measuring a run instead of making one: traces, the anatomy of a step, benchmarks. Scripts alone import it."""
+"""What measures training instead of doing it; scripts alone import it."""

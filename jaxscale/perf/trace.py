@@ -1,4 +1,7 @@
-"""Traces that `jax.profiler` took of GPUs: the kernels with their times, and the sizes of the collectives' messages."""
+"""Traces that `jax.profiler` took of GPUs: what was launched when, and the sizes of messages.
+
+E calls on one GPU.
+"""
 
 import re
 import warnings
@@ -6,36 +9,44 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxscale.perf.categories import COMPUTE, Kernel, classify
-from jaxscale.perf.graph_names import Program, owners, programs, with_names
+from jaxscale.perf.categories import COMPUTE, Launch, classify
+from jaxscale.perf.graph_names import owners, with_names
+from jaxscale.perf.programs import Program, programs
 
 
 @dataclass(frozen=True)
 class Events:
-    """The launches on one GPU by their start: kernels[index_E[i]] ran from start_E[i] to end_E[i], nanoseconds."""
+    """The calls on one GPU by their start, nanoseconds.
 
-    kernels: tuple[Kernel, ...]
+    launches[index_E[i]] ran from start_E[i] to end_E[i].
+    """
+
+    launches: tuple[Launch, ...]
     index_E: np.ndarray
     start_E: np.ndarray
     end_E: np.ndarray
 
-    def of(self, kernel: Kernel) -> tuple[np.ndarray, np.ndarray]:
-        """Start and end of a kernel's launches."""
-        is_it_E = self.index_E == self._numbers.get(kernel, -1)
+    def of(self, launch: Launch) -> tuple[np.ndarray, np.ndarray]:
+        """Start and end of a launch's calls."""
+        is_it_E = self.index_E == self._numbers.get(launch, -1)
         return self.start_E[is_it_E], self.end_E[is_it_E]
 
     @cached_property
-    def _numbers(self) -> dict[Kernel, int]:
-        return {kernel: number for number, kernel in enumerate(self.kernels)}
+    def _numbers(self) -> dict[Launch, int]:
+        return {launch: number for number, launch in enumerate(self.launches)}
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One process's GPUs by their number; message_bytes: {(module, hlo_op): bytes} of its collectives, where known."""
+    """One process's GPUs by their number.
+
+    message_bytes: {(module, hlo_op): bytes} of its collectives, where known.
+    """
 
     name: str
     devices: dict[int, Events]
@@ -43,53 +54,22 @@ class Trace:
 
 
 def read(path: str | Path) -> Trace:
-    """The newest trace in a folder, or the one in an .xplane.pb file. About a second for 100,000 launches.
+    """The newest trace in a folder, or the one in an .xplane.pb file; a second for 100,000 calls.
 
-    Raises ValueError if there is none, or if it holds no kernels of a GPU.
+    Raises ValueError if there is none, or if it holds no launches of a GPU.
     """
     file = _newest(Path(path))
     data = file.read_bytes()
-    with warnings.catch_warnings():
-        # Python 3.12 deprecates how jaxlib makes its types on first use; with warnings as errors, the process aborts.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        try:
-            planes = list(jax.profiler.ProfileData.from_serialized_xspace(data).planes)
-        except RuntimeError as error:
-            raise ValueError(f"{file} is not a profile: {error}") from None
-        gpus = {
-            int(match[1]): plane
-            for plane in planes
-            if (match := re.fullmatch(r"/device:GPU:(\d+)", plane.name))
-        }
-        launches = {device: found for device, plane in gpus.items() if (found := _launches(plane))}
-    if not launches:
-        why = (
-            "no kernels: CUPTI recorded none" if gpus else "no GPU: a CPU's trace cannot be divided"
-        )
-        raise ValueError(
-            f"{file} has {why}; trace some steps on a GPU, by --config.profile.steps=3 or under "
-            "jax.profiler.trace(folder)"
-        )
-    compiled = programs(data, {launch.program for each in launches.values() for launch in each})
+    calls = _calls_of_gpus(data, file)
+    compiled = programs(data, {call.program for each in calls.values() for call in each})
     labels = _labels(compiled)
-    return Trace(
-        str(path),
-        {device: _events(_named(each, compiled, labels)) for device, each in launches.items()},
-        {
-            (labels[number], op): size
-            for number, each in compiled.items()
-            for op, size in each.message_bytes.items()
-        },
-    )
-
-
-def _labels(compiled: dict[int, Program]) -> dict[int, str]:
-    """Their names; with their numbers where a trace has two of a name, as of a step that was compiled anew."""
-    count = Counter(each.name for each in compiled.values())
-    return {
-        number: each.name if count[each.name] == 1 else f"{each.name}({number})"
+    sizes = {
+        (labels[number], op): size
         for number, each in compiled.items()
+        for op, size in each.message_bytes.items()
     }
+    named = {device: _named(each, compiled, labels=labels) for device, each in calls.items()}
+    return Trace(str(path), {device: _events(each) for device, each in named.items()}, sizes)
 
 
 def _newest(path: Path) -> Path:
@@ -104,71 +84,105 @@ def _newest(path: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class _Launch:
-    kernel: Kernel
+class _Call:
+    launch: Launch
     program: int
     stream: str
     start: float
     end: float
 
 
-def _launches(plane) -> list[_Launch]:
+def _calls_of_gpus(data: bytes, file: Path) -> dict[int, list[_Call]]:
+    with warnings.catch_warnings():
+        # Ignored here, as an error it would abort the process: Python 3.12 deprecates how jaxlib
+        # makes its types on first use.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            planes = list(jax.profiler.ProfileData.from_serialized_xspace(data).planes)
+        except RuntimeError as error:
+            raise ValueError(f"{file} is not a profile: {error}") from None
+        gpus = {
+            int(match[1]): plane
+            for plane in planes
+            if (match := re.fullmatch(r"/device:GPU:(\d+)", plane.name))
+        }
+        calls = {device: found for device, plane in gpus.items() if (found := _calls(plane))}
+    if calls:
+        return calls
+    why = "no GPU: a CPU's trace cannot be divided"
+    if gpus:
+        why = "no kernels: CUPTI recorded none"
+    raise ValueError(
+        f"{file} has {why}; trace some steps on a GPU, by --config.profile.steps=3 or under "
+        "jax.profiler.trace(folder)"
+    )
+
+
+def _calls(plane: Any) -> list[_Call]:
     """By their start, of the lines that are streams; other lines show the same time again."""
-    found = []
-    for line in plane.lines:
-        if not line.name.startswith("Stream"):
-            continue
-        for event in line.events:
-            if event.duration_ns <= 0:  # allocations and the like
-                continue
-            stats = dict(event.stats)
-            op_name, hlo_op = (
-                str(stats.get("name") or stats.get("tf_op") or ""),
-                str(stats.get("hlo_op", "")),
-            )
-            in_graph = hlo_op.startswith("command_buffer")
-            kernel = Kernel(
-                event.name,
-                hlo_op="" if in_graph else hlo_op,
-                op_name=op_name if "/" in op_name else "",
-                module=str(stats.get("hlo_module", "")),
-                graph=hlo_op if in_graph else "",
-            )
-            start = event.start_ns
-            program = int(stats.get("program_id", -1))
-            found.append(_Launch(kernel, program, line.name, start, start + event.duration_ns))
-    return sorted(found, key=lambda launch: launch.start)
+    found = [
+        _call(event, line.name)
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+        if event.duration_ns > 0  # not allocations and the like
+    ]
+    return sorted(found, key=lambda call: call.start)
+
+
+def _call(event: Any, stream: str) -> _Call:
+    stats = dict(event.stats)
+    op_name = str(stats.get("name") or stats.get("tf_op") or "")
+    hlo_op = str(stats.get("hlo_op", ""))
+    in_graph = hlo_op.startswith("command_buffer")
+    launch = Launch(
+        event.name,
+        hlo_op="" if in_graph else hlo_op,
+        op_name=op_name if "/" in op_name else "",
+        module=str(stats.get("hlo_module", "")),
+        graph=hlo_op if in_graph else "",
+    )
+    start, program = event.start_ns, int(stats.get("program_id", -1))
+    return _Call(launch, program, stream, start, start + event.duration_ns)
+
+
+def _labels(compiled: dict[int, Program]) -> dict[int, str]:
+    """Their names; with their numbers where a trace has two of a name, as after a recompilation."""
+    count = Counter(each.name for each in compiled.values())
+    return {
+        number: each.name if count[each.name] == 1 else f"{each.name}({number})"
+        for number, each in compiled.items()
+    }
 
 
 def _named(
-    launches: list[_Launch], compiled: dict[int, Program], labels: dict[int, str]
-) -> list[_Launch]:
-    """With what the programs tell of the kernels."""
-    launches = list(launches)
+    calls: list[_Call], compiled: dict[int, Program], *, labels: dict[int, str]
+) -> list[_Call]:
+    """With what the programs tell of the launches."""
+    calls = list(calls)
     for number, program in compiled.items():
-        places = [at for at, launch in enumerate(launches) if launch.program == number]
-        stream = _computing_stream([launches[at] for at in places])
-        computing = [at for at in places if launches[at].stream == stream]
+        places = [at for at, call in enumerate(calls) if call.program == number]
+        stream = _computing_stream([calls[at] for at in places])
+        computing = [at for at in places if calls[at].stream == stream]
         owner = {
-            computing[at]: op
-            for at, op in owners(program, [launches[at].kernel for at in computing])
+            computing[at]: op for at, op in owners(program, [calls[at].launch for at in computing])
         }
         for at in places:
-            kernel = with_names(program, launches[at].kernel, owner.get(at))
-            launches[at] = replace(launches[at], kernel=replace(kernel, module=labels[number]))
-    return launches
+            launch = with_names(program, calls[at].launch, owner=owner.get(at))
+            calls[at] = replace(calls[at], launch=replace(launch, module=labels[number]))
+    return calls
 
 
-def _computing_stream(launches: list[_Launch]) -> str:
+def _computing_stream(calls: list[_Call]) -> str:
     time: defaultdict[str, float] = defaultdict(float)
-    for launch in launches:
-        if classify(launch.kernel) in COMPUTE:
-            time[launch.stream] += launch.end - launch.start
+    for call in calls:
+        if classify(call.launch) in COMPUTE:
+            time[call.stream] += call.end - call.start
     return max(time, key=lambda stream: time[stream], default="")
 
 
-def _events(launches: list[_Launch]) -> Events:
-    kernels: dict[Kernel, int] = {}
-    index = [kernels.setdefault(launch.kernel, len(kernels)) for launch in launches]
-    start, end = ([getattr(launch, key) for launch in launches] for key in ("start", "end"))
-    return Events(tuple(kernels), np.array(index), np.array(start), np.array(end))
+def _events(calls: list[_Call]) -> Events:
+    launches: dict[Launch, int] = {}
+    index = [launches.setdefault(call.launch, len(launches)) for call in calls]
+    start, end = ([getattr(call, key) for call in calls] for key in ("start", "end"))
+    return Events(tuple(launches), np.array(index), np.array(start), np.array(end))

@@ -1,4 +1,7 @@
-"""Learning-rate schedules, one file each: `Config.validate()` and `Config.build(num_steps) -> optax.Schedule`."""
+"""Learning-rate schedules, one file each.
+
+A file offers `Config` with `validate()` and `build(num_steps) -> optax.Schedule`.
+"""
 
 
 def check_warmup(peak: float, warmup_steps: int) -> None:

@@ -9,6 +9,8 @@ from jaxscale.schedules import check_warmup
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Config:
+    """peak: the highest learning rate; warmup_steps: those that lead to it."""
+
     peak: float = 3e-4
     warmup_steps: int = 100
     # Where the cosine ends, as a share of the peak; the step after the last one would have it.
@@ -23,7 +25,8 @@ class Config:
         """Raises ValueError if the warm-up leaves no step for the cosine."""
         if self.warmup_steps >= num_steps:
             raise ValueError(
-                f"config.schedule.warmup_steps={self.warmup_steps} must be under config.steps={num_steps}"
+                f"config.schedule.warmup_steps={self.warmup_steps} must be under "
+                f"config.steps={num_steps}"
             )
         # From step + 1: the first update is not lost to a learning rate of 0.
         warmup = optax.linear_schedule(

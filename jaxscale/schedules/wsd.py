@@ -1,4 +1,7 @@
-"""Warm-up, stable, decay (MiniCPM, arXiv:2404.06395): linear up, constant, linear down over the last steps."""
+"""Warm-up, stable, decay (MiniCPM, arXiv:2404.06395).
+
+Linear up, constant, and linear down over the last steps.
+"""
 
 import dataclasses
 
@@ -9,6 +12,8 @@ from jaxscale.schedules import check_warmup
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Config:
+    """peak: the highest learning rate; warmup_steps: those that lead to it."""
+
     peak: float = 3e-4
     warmup_steps: int = 100
     # Steps of the final decay; the step after the last one would have `final`, a share of the peak.
@@ -26,8 +31,9 @@ class Config:
         """Raises ValueError if warm-up and decay are longer than the run."""
         if self.warmup_steps + self.decay_steps > num_steps:
             raise ValueError(
-                f"config.schedule.warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} are longer than "
-                f"config.steps={num_steps}; shorten one of them"
+                f"config.schedule.warmup_steps={self.warmup_steps} and "
+                f"decay_steps={self.decay_steps} are longer than config.steps={num_steps}; "
+                "shorten one of them"
             )
         warmup = optax.linear_schedule(
             self.peak / max(self.warmup_steps, 1), self.peak, max(self.warmup_steps - 1, 1)

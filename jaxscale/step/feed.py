@@ -5,49 +5,62 @@ from collections.abc import Generator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
-from jaxscale import sharding as shd
 from jaxscale.data.batch import Batch
 from jaxscale.data.loader import batches
 from jaxscale.data.rows import TokenRows
-from jaxscale.step.state import Plan
-from jaxscale.step.update import BATCH_AXES
+from jaxscale.step.plan import Plan
+
+# The arrays of a Batch are [microbatches, rows, seq].
+BATCH_AXES = "_ batch seq"
 
 
 def device_batches(plan: Plan, rows: TokenRows, *, start: int) -> Generator[Batch, None, None]:
-    """Global batches on the devices, from batch `start` on; each host reads the rows of its own devices only."""
-    config = plan.config
-    num_microbatches = config.grad_accumulation
-    shape = (num_microbatches, config.batch_size // num_microbatches, config.seq_len)
-    here = _local_rows(plan, shape)
-    local_rows = (np.arange(num_microbatches)[:, None] * shape[1] + here).reshape(-1)
-    data = config.data
+    """Global batches on the devices, from batch `start` on.
+
+    Each host reads the rows of its own devices only.
+    """
+    shape, data = plan.batch_shape, plan.config.data
+    num_microbatches, num_rows, _ = shape
+    sharding = _sharding(plan)
+    here = _local_rows(sharding, shape)
     loader = batches(
         rows,
-        batch_size=config.batch_size,
+        batch_size=num_microbatches * num_rows,
         start=start,
-        local_rows=local_rows,
+        local_rows=(np.arange(num_microbatches)[:, None] * num_rows + here).reshape(-1),
         prefetch=data.prefetch,
         threads=data.threads,
     )
 
     def place(rows):
-        local = np.asarray(rows).reshape(num_microbatches, len(here), config.seq_len)
+        local = np.asarray(rows).reshape(num_microbatches, len(here), -1)
 
         def fetch(index: Any) -> np.ndarray:
-            wanted = np.arange(shape[1])[index[1]]
+            wanted = np.arange(num_rows)[index[1]]
             return local[index[0], np.searchsorted(here, wanted)][:, :, index[2]]
 
-        return shd.global_array(fetch, shape, BATCH_AXES, mesh=plan.mesh, rules=plan.rules)
+        return jax.make_array_from_callback(shape, sharding, fetch)
 
     with contextlib.closing(loader):
         for _, batch in loader:
             yield Batch(*map(place, batch))
 
 
-def _local_rows(plan: Plan, shape) -> np.ndarray:
+def abstract_batch(plan: Plan) -> Batch:
+    """Shapes, dtypes and shardings of a batch."""
+    array = jax.ShapeDtypeStruct(plan.batch_shape, jnp.int32, sharding=_sharding(plan))
+    return Batch(array, array, array, array)
+
+
+def _sharding(plan: Plan) -> NamedSharding:
+    return NamedSharding(plan.mesh, plan.rules.spec(BATCH_AXES))
+
+
+def _local_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.ndarray:
     """Sorted row numbers within a microbatch that this host's devices hold."""
-    sharding = jax.sharding.NamedSharding(plan.mesh, plan.rules.spec(BATCH_AXES))
     indices: Any = sharding.addressable_devices_indices_map(shape).values()
     return np.unique(np.concatenate([np.arange(shape[1])[index[1]] for index in indices]))

@@ -1,4 +1,9 @@
-"""One update as one jitted function: gradients over microbatches, optimiser, metrics."""
+"""One update: gradients over microbatches, optimiser, metrics. And the loss of held-out batches.
+
+B rows, S sequence, D model, V vocabulary.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,65 +12,56 @@ from flax import nnx
 
 from jaxscale import sharding as shd
 from jaxscale.data.batch import Batch
+from jaxscale.models.decoder import Output, forward
+from jaxscale.ops.documents import documents_of
 from jaxscale.ops.loss import cross_entropy
-from jaxscale.step.state import Plan, TrainState
+from jaxscale.step import layout
+from jaxscale.step.plan import Plan
+from jaxscale.step.state import TrainState, replaced
 
-# Arrays of a Batch are [microbatches, rows, seq].
-BATCH_AXES = "_ batch seq"
 
+def update(state: TrainState, batch: Batch, *, plan: Plan) -> tuple[TrainState, dict]:
+    """(state, batch) -> (state, metrics); call it inside `sharding.use(plan.mesh, plan.rules)`.
 
-def make_train_step(plan: Plan) -> jax.stages.Wrapped:
-    """(state, batch) -> (state, metrics); the state is donated. Call it inside `sharding.use(plan.mesh, plan.rules)`.
-
-    The loss is the mean over all tokens of the batch that count, however they fall on microbatches and devices. metrics:
-    loss, grad_norm (before clipping), learning_rate, tokens; scalars, float32 (tokens int32).
+    The arrays of the batch are [microbatches, rows, seq]. The loss is the mean over all tokens of
+    the batch that count, however they fall on microbatches and devices. metrics: loss, grad_norm
+    (before clipping), learning_rate, tokens; scalars, float32 (tokens int32).
     """
+    num_tokens = count_tokens(batch)
+    held = layout.hold(state.params, plan)
+    loss_of = functools.partial(_loss, plan=plan, state=state, num_tokens=num_tokens)
 
-    def train_step(state: TrainState, batch: Batch):
-        num_tokens = count_tokens(batch)
-        loss, gradients = _accumulate(plan, state.params, batch, num_tokens)
-        with jax.named_scope("optimizer"):
-            params, opt_state, grad_norm = _update(plan, state, gradients)
-            with jax.numpy_dtype_promotion("standard"):
-                learning_rate = jnp.asarray(plan.schedule(state.step), jnp.float32)
-        metrics = {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "tokens": num_tokens,
-        }
-        return TrainState(state.step + 1, params, opt_state), metrics
+    def sums_of(extra, microbatch):
+        of_held = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, extra), gradients = of_held(held, extra, microbatch=microbatch)
+        return extra, (loss, layout.land(gradients, plan))
 
-    return jax.jit(
-        train_step,
-        donate_argnums=0,
-        out_shardings=(plan.shardings, None),
-        compiler_options=plan.compiler_options,
-    )
+    def add(carry, microbatch):
+        (extra, total), (extra, sums) = carry, sums_of(carry[0], microbatch)
+        return (extra, jax.tree.map(jnp.add, total, sums)), None
 
-
-def make_eval_step(plan: Plan) -> jax.stages.Wrapped:
-    """(params, batch) -> (sum of -log p over the batch's tokens, float32, without z-loss; number of them, int32)."""
-
-    def eval_step(params, batch: Batch):
-        def add(total, microbatch):
-            return total + _loss(plan, params, microbatch, z_loss=0.0), None
-
-        return jax.lax.scan(add, jnp.zeros((), jnp.float32), batch)[0], count_tokens(batch)
-
-    return jax.jit(eval_step)
+    if batch.tokens.shape[0] == 1:
+        extra, sums = sums_of(state.extra, jax.tree.map(lambda x: x[0], batch))
+    else:
+        zeros = jnp.zeros((), jnp.float32), layout.zero_gradients(held, plan)
+        (extra, sums), _ = jax.lax.scan(add, (state.extra, zeros), batch)
+    (loss, gradients), step = sums, state.step
+    with jax.named_scope("optimizer"):
+        params, opt_state, grad_norm = _apply(gradients, state, plan=plan)
+        with jax.numpy_dtype_promotion("standard"):
+            learning_rate = jnp.asarray(plan.schedule(step), jnp.float32)
+    metrics = dict(loss=loss, grad_norm=grad_norm, learning_rate=learning_rate, tokens=num_tokens)
+    return TrainState(step + 1, params, state.frozen, extra, opt_state), metrics
 
 
-def _update(plan: Plan, state: TrainState, gradients):
-    """New parameters, new optimiser state, and the gradients' global norm before clipping."""
-    # Where the optimiser's state is split further than the weights (ZeRO-1 and 2), the update runs on the parts and the new
-    # weights are gathered.
-    gradients = shd.reshard(gradients, plan.update_shardings)
-    params = shd.reshard(state.params, plan.update_shardings)
-    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to an int32 count
-        updates, opt_state = plan.optimizer.update(gradients, state.opt_state, params)
-    params = shd.reshard(optax.apply_updates(params, updates), plan.shardings.params)
-    return params, opt_state, optax.tree.norm(gradients)
+def held_out_loss(state: TrainState, batch: Batch, *, plan: Plan):
+    """(sum of -log p over the batch's tokens, float32, without z-loss; their number, int32)."""
+
+    def add(total, microbatch):
+        output = _forward(state.params, state.extra, plan=plan, state=state, batch=microbatch)
+        return total + _cross_entropy(output, microbatch.targets, plan=plan, z_loss=0.0), None
+
+    return jax.lax.scan(add, jnp.zeros((), jnp.float32), batch)[0], count_tokens(batch)
 
 
 def count_tokens(batch: Batch) -> jax.Array:
@@ -73,33 +69,46 @@ def count_tokens(batch: Batch) -> jax.Array:
     return (batch.targets >= 0).sum(dtype=jnp.int32)
 
 
-def _accumulate(plan: Plan, params, batch: Batch, num_tokens):
-    """Loss and float32 gradients, summed over the microbatches."""
-
-    def one(microbatch):
-        weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
-        loss, gradients = jax.value_and_grad(
-            lambda p: _loss(plan, p, microbatch, z_loss=plan.config.z_loss) * weight
-        )(params)
-        return loss, shd.reshard(gradients, plan.gradient_shardings)
-
-    if batch.tokens.shape[0] == 1:
-        return one(jax.tree.map(lambda x: x[0], batch))
-
-    def add(total, microbatch):
-        return jax.tree.map(jnp.add, total, one(microbatch)), None
-
-    zeros = shd.reshard(jax.tree.map(jnp.zeros_like, params), plan.gradient_shardings)
-    return jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), batch)[0]
+def _loss(held, extra, *, microbatch: Batch, plan: Plan, state: TrainState, num_tokens):
+    """(the microbatch's part of the loss, the new extra variables)."""
+    params = layout.read(held, state.params, plan=plan)
+    output = _forward(params, extra, plan=plan, state=state, batch=microbatch)
+    loss = _cross_entropy(output, microbatch.targets, plan=plan, z_loss=plan.config.z_loss)
+    mean = loss * (1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32))
+    return mean + output.aux_loss / plan.config.grad_accumulation, replaced(extra, output.extra)
 
 
-def _loss(plan: Plan, params, batch: Batch, *, z_loss: float):
-    config = plan.config
-    model = nnx.merge(plan.graphdef, params)
-    x_BSD = model(batch.tokens, batch.segments, batch.positions, plan.execution)
-    # The scopes (also `optimizer`, `embedding`, `attention`) are what jaxscale/anatomy.py tells the parts of a step by.
+def _forward(params, extra, *, plan: Plan, state: TrainState, batch: Batch) -> Output:
+    model = nnx.merge(plan.graphdef, state.frozen, params, extra)
+    documents = documents_of(
+        batch.segments, batch.positions, max_documents=plan.execution.max_documents
+    )
+    return forward(model, batch.tokens, documents=documents, execution=plan.execution)
+
+
+# The scopes (`loss`, `optimizer`, `embedding`, `attention`) are how perf/anatomy.py tells the parts
+# of an update apart.
+def _cross_entropy(output: Output, targets_BS, *, plan: Plan, z_loss: float):
     with jax.named_scope("loss"):
-        dtype = jnp.dtype(config.dtype)
         return cross_entropy(
-            x_BSD, model.head(), batch.targets, config.model.vocab_size, z_loss, dtype
+            output.x_BSD,
+            output.head_DV,
+            targets_BS,
+            vocab_size=plan.config.model.vocab_size,
+            dtype=plan.execution.dtype,
+            z_loss=z_loss,
+            cap=output.cap,
         )
+
+
+def _apply(gradients, state: TrainState, *, plan: Plan):
+    """New parameters, new optimiser state, and the gradients' global norm before clipping."""
+    # Where the optimiser's state is split further than the weights (ZeRO-1 and 2), the update runs
+    # on the parts and the new weights are gathered.
+    gradients = layout.summed(gradients, plan)
+    params = shd.constrain(state.params, plan.update_shardings)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to an int32 count
+        updates, opt_state = plan.optimizer.update(gradients, state.opt_state, params)
+    params = optax.apply_updates(params, updates)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.state.params)
+    return shd.constrain(params, shardings), opt_state, optax.tree.norm(gradients)

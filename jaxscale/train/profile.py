@@ -1,4 +1,7 @@
-"""Some steps of a run, recorded by JAX's profiler: for `jaxscale.anatomy`, and for viewers such as XProf."""
+"""Some steps of a run, recorded by JAX's profiler.
+
+For `scripts/anatomy.py`, and for viewers such as XProf.
+"""
 
 import logging
 from pathlib import Path
@@ -12,14 +15,14 @@ log = logging.getLogger(__name__)
 
 
 class Profile:
-    """Records steps `start + 1` to `start + steps` of this process into `folder`, in the lead process alone.
+    """Records steps `start + 1` to `start + steps` of this process, in the lead process alone.
 
-    Wait for the device before `start()` and `stop()`: then the trace holds these steps whole, and no other. The steps
-    that are recorded take longer.
+    Wait for the device before `start()` and `stop()`: then the trace holds these steps whole, and
+    no other. The steps that are recorded take longer.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, *, first_step: int):
-        """first_step: the step that this process goes on from."""
+        """folder: of the trace. first_step: the step that this process goes on from."""
         self._begin = first_step + config.start
         self._end = self._begin + config.steps
         self._folder = folder
@@ -47,8 +50,8 @@ class Profile:
 
 def _options() -> jax.profiler.ProfileOptions:
     options = jax.profiler.ProfileOptions()
-    # Python's calls fill a trace, cost the host most, and say nothing about the device; of the host's own events only
-    # the steps that the loop marks, and their like.
+    # Python's calls are left out: they fill a trace, cost the host most, and say nothing about the
+    # device. Of the host's own events there are only the steps that the loop marks, and their like.
     options.python_tracer_level = 0
     options.host_tracer_level = 1
     return options

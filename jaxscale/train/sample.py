@@ -1,5 +1,9 @@
-"""Text from the model, to see what it has learned; a look at a run, not a server (it keeps no key-value cache)."""
+"""Text from the model, to see what it has learned; a look at a run, not a server.
 
+It keeps no key-value cache. B rows, S sequence, D model, V vocabulary.
+"""
+
+import functools
 import math
 
 import jax
@@ -8,57 +12,70 @@ import numpy as np
 from flax import nnx
 
 from jaxscale import sharding as shd
-from jaxscale.step.state import Plan
+from jaxscale.models.decoder import forward
+from jaxscale.ops.documents import documents_of
+from jaxscale.step.plan import Plan
+from jaxscale.step.state import TrainState
 
 # The window's length is rounded up to this: few lengths to compile.
 WINDOW_MULTIPLE = 128
 
 
-def sample(
-    plan: Plan, params, prompt: np.ndarray, *, num_tokens: int, temperature: float, seed: int
-) -> np.ndarray:
-    """`num_tokens` token ids that follow the prompt (int [any], not empty); temperature 0 takes the likeliest.
+def sample_text(plan: Plan, state: TrainState, *, tokenizer) -> str:
+    """The prompt of config.sample and what follows it."""
+    wanted = plan.config.sample
+    prompt = np.asarray(tokenizer.encode(wanted.prompt), np.int32)
+    ids = sample(plan, state, prompt=prompt, num_tokens=wanted.tokens)
+    return wanted.prompt + tokenizer.decode([int(i) for i in ids if i < tokenizer.vocab_size])
 
-    Runs the whole window once a token, in one compiled loop. Prompt and tokens fit in config.seq_len: a prompt that leaves
-    no room is cut at its start, and fewer tokens are made after a long one.
+
+def sample(plan: Plan, state: TrainState, *, prompt: np.ndarray, num_tokens: int) -> np.ndarray:
+    """`num_tokens` token ids that follow the prompt (int [any], not empty).
+
+    With config.sample.temperature=0 the likeliest. Runs the whole window once a token, in one
+    compiled loop. Prompt and tokens fit in config.seq_len: a prompt that leaves no room is cut at
+    its start, and fewer tokens are made after a long one.
     """
-    multiple = math.lcm(
-        WINDOW_MULTIPLE, plan.mesh.shape["tensor"]
-    )  # sequence parallelism splits the window
-    window = min(shd.padded(len(prompt) + num_tokens, multiple), plan.config.seq_len)
+    # Sequence parallelism splits the window.
+    multiple = math.lcm(WINDOW_MULTIPLE, plan.mesh.shape["tensor"])
+    wanted = math.ceil((len(prompt) + num_tokens) / multiple) * multiple
+    window = min(wanted, plan.config.seq_len)
     prompt = np.asarray(prompt, np.int32)[-(window - 1) :]
     num_tokens = min(num_tokens, window - len(prompt))
     # Every row is the same: the mesh's batch axes each need one.
-    num_rows = plan.mesh.shape["data"] * plan.mesh.shape["fsdp"] * plan.mesh.shape["expert"]
+    num_rows = math.prod(plan.mesh.shape[axis] for axis in shd.mesh_axes("batch"))
     rows = np.tile(np.pad(prompt, (0, window - len(prompt))), (num_rows, 1))
-    tokens_BS = shd.global_array(lambda index: rows[index], rows.shape, "batch seq")
-    continued = jax.jit(_continue, static_argnums=(0, 3, 4, 5))(
-        _Static(plan), params, tokens_BS, len(prompt), num_tokens, temperature, jax.random.key(seed)
+    tokens_BS = jax.make_array_from_callback(
+        rows.shape, shd.shardings(rows, "batch seq"), rows.__getitem__
     )
-    return np.asarray(continued)
+    loop = functools.partial(_continue, plan=plan, prompt_length=len(prompt), num_tokens=num_tokens)
+    key = jax.random.key(plan.config.seed)
+    compiled = jax.jit(loop, compiler_options=plan.numerics_options)
+    return np.asarray(compiled(state, tokens_BS, key=key))
 
 
-class _Static:
-    """A plan as a static argument: equal only to itself."""
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-
-
-def _continue(static, params, tokens_BS, prompt_length, num_tokens, temperature, key):
-    plan = static.plan
-    model = nnx.merge(plan.graphdef, params)
+def _continue(state, tokens_BS, *, key, plan: Plan, prompt_length: int, num_tokens: int):
+    model = nnx.merge(plan.graphdef, state.frozen, state.params, state.extra)
+    temperature = plan.config.sample.temperature
     position_S = jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)
     positions_BS = shd.constrain(jnp.broadcast_to(position_S, tokens_BS.shape), "batch seq")
 
     def extend(i, tokens_BS):
         # What is ahead of the last token is padding, and the attention is causal.
-        segments_BS = (positions_BS < i).astype(jnp.int32)
-        x_BSD = model(tokens_BS, segments_BS, positions_BS, plan.execution)
+        documents = documents_of(
+            (positions_BS < i).astype(jnp.int32),
+            positions_BS,
+            max_documents=plan.execution.max_documents,
+        )
+        x_BSD, head_DV, cap, *_ = forward(
+            model, tokens_BS, documents=documents, execution=plan.execution
+        )
         is_last_S = (position_S == i - 1).astype(x_BSD.dtype)
         last_BD = shd.einsum("BSD,S->BD", x_BSD, is_last_S, out="batch act_embed")
-        head_DV = shd.gather(model.head(), dtype=x_BSD.dtype, axes="embed vocab")
-        logits_BV = shd.einsum("BD,DV->BV", last_BD, head_DV, out="batch vocab").astype(jnp.float32)
+        head_DV = shd.gather(head_DV, dtype=x_BSD.dtype, axes="embed vocab")
+        logits_BV = shd.einsum("BD,DV->BV", last_BD, head_DV, out="batch vocab")
+        logits_BV = logits_BV.astype(jnp.float32)
+        logits_BV = logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)
         logits_BV = shd.constrain(logits_BV, "batch _")[:, : plan.config.model.vocab_size]
         if temperature > 0:
             # One draw for all rows: they stay the same.
@@ -67,5 +84,6 @@ def _continue(static, params, tokens_BS, prompt_length, num_tokens, temperature,
         next_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         return jnp.where(position_S[None] == i, next_B[:, None], tokens_BS)
 
-    tokens_BS = jax.lax.fori_loop(prompt_length, prompt_length + num_tokens, extend, tokens_BS)
-    return shd.constrain(tokens_BS, "_ seq")[0, prompt_length : prompt_length + num_tokens]
+    end = prompt_length + num_tokens
+    tokens_BS = jax.lax.fori_loop(prompt_length, end, extend, tokens_BS)
+    return shd.constrain(tokens_BS, "_ seq")[0, prompt_length:end]

@@ -5,15 +5,14 @@ import fcntl
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxscale import config as run_config
-from jaxscale.checkpoint import checksums
-from jaxscale.checkpoint.checkpointer import different_keys
+from jaxscale.checkpoint.leaves import different_keys
 from jaxscale.config import Config
+from jaxscale.files import require_writable, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +29,12 @@ IDENTITY = (
 
 
 def check_workdir(workdir: Path, config: Config) -> None:
-    """Raises ValueError if the workdir cannot be written to, or holds a run of other identity, naming the keys."""
+    """Raises ValueError if the workdir cannot be written to, or holds a run of other identity.
+
+    The message names the keys that differ.
+    """
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=workdir, prefix=".writable-"):
-            pass
+        require_writable(workdir)
     except OSError as error:
         raise ValueError(
             f"--workdir={workdir} cannot be written to ({error.strerror}); choose another folder"
@@ -46,17 +46,20 @@ def check_workdir(workdir: Path, config: Config) -> None:
         saved = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{path} is not a JSON object ({error}); move it away if the workdir is to be used again"
+            f"{path} is not a JSON object ({error}); move it away if the workdir is to be used "
+            "again"
         ) from None
-    if any(
-        (workdir / "checkpoints").glob("[0-9]*")
-    ):  # a run that saved nothing has nothing to lose
-        check_same_run(workdir, saved, config)
+    # A run that saved nothing has nothing to lose.
+    if any((workdir / "checkpoints").glob("[0-9]*")):
+        check_same_run(workdir, config, saved=saved)
 
 
-def check_same_run(workdir: Path, saved: dict, config: Config) -> None:
-    """Raises ValueError, naming the keys, if `saved` (a config as JSON) is of a run of other identity."""
-    with contextlib.suppress(ValueError):  # keys that this version has not: compared as they are
+def check_same_run(workdir: Path, config: Config, *, saved: dict) -> None:
+    """Raises ValueError, naming the keys, if `saved` is of a run of other identity.
+
+    saved: a config as JSON. Keys that this version has not are compared as they are.
+    """
+    with contextlib.suppress(ValueError):
         # A setting that came with a newer version has its default in an older run.
         saved = run_config.to_json(run_config.from_json(saved))
     lines = different_keys(identity(saved), identity(run_config.to_json(config)))
@@ -70,14 +73,18 @@ def check_same_run(workdir: Path, saved: dict, config: Config) -> None:
 
 @contextlib.contextmanager
 def only_run(workdir: Path) -> Iterator[None]:
-    """Raises ValueError while another process trains in the workdir: two would delete each other's checkpoints."""
+    """Raises ValueError while another process trains in the workdir.
+
+    Two would delete each other's checkpoints.
+    """
     folder = os.open(workdir, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(folder)
         raise ValueError(
-            f"--workdir={workdir} is in use by another run; wait for its end or choose another folder"
+            f"--workdir={workdir} is in use by another run; wait for its end or choose another "
+            "folder"
         ) from None
     except OSError as error:  # some network file systems lock no folders
         log.warning(
@@ -90,9 +97,12 @@ def only_run(workdir: Path) -> Iterator[None]:
 
 
 def write_config(workdir: Path, config: Config) -> None:
-    """Writes config.json whole or not at all: a kill must not leave a workdir that no run can continue."""
+    """Writes config.json whole or not at all.
+
+    A kill must not leave a workdir that no run can continue.
+    """
     text = json.dumps(run_config.to_json(config), indent=2) + "\n"
-    checksums.write_atomically(workdir / "config.json", text.encode())
+    write_atomically(workdir / "config.json", text.encode())
 
 
 def identity(config: dict) -> dict:

@@ -40,7 +40,7 @@ def cached_prefixes(tmp_path):
 
 
 def test_a_store_holds_every_document_once_in_another_order(corpus, tmp_path):
-    store = convert.convert(str(corpus), tmp_path / "out", ByteTokenizer())
+    store = convert.convert(str(corpus), tmp_path / "out", tokenizer=ByteTokenizer())
     assert store.dtype == np.uint16
     texts, expected = texts_of(store), [f"text {number}" for number in range(50)]
     assert sorted(texts) == sorted(expected) and texts != expected
@@ -51,14 +51,14 @@ def test_a_large_vocabulary_is_stored_as_int32(corpus, tmp_path):
     class Wide(ByteTokenizer):
         vocab_size, end_of_document = 100_000, 99_999
 
-    store = convert.convert(str(corpus), tmp_path / "out", Wide())
+    store = convert.convert(str(corpus), tmp_path / "out", tokenizer=Wide())
     assert store.dtype == np.int32 and store[0][-1] == 99_999
 
 
 def test_empty_documents_are_skipped_and_counted_once(corpus, tmp_path, caplog):
     for number in range(3):
         (corpus / f"{number:02}.txt").write_text("")
-    assert len(convert.convert(str(corpus), tmp_path / "out", ByteTokenizer())) == 47
+    assert len(convert.convert(str(corpus), tmp_path / "out", tokenizer=ByteTokenizer())) == 47
     assert [record.getMessage() for record in caplog.records] == [
         f"{corpus}: skipped 3 documents without text"
     ]
@@ -67,7 +67,7 @@ def test_empty_documents_are_skipped_and_counted_once(corpus, tmp_path, caplog):
 def test_text_of_empty_documents_alone_is_refused_and_leaves_nothing(tmp_path):
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(ValueError, match="none of the 1 documents holds text"):
-        convert.convert(str(tmp_path / "a.txt"), tmp_path / "out", ByteTokenizer())
+        convert.convert(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer=ByteTokenizer())
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
@@ -106,19 +106,18 @@ def test_a_failed_build_leaves_nothing(corpus, tmp_path):
     assert cached_prefixes(tmp_path) == []
 
 
-def test_processes_that_build_at_once_convert_once_and_agree(corpus, tmp_path):
-    program = (
-        "import sys, logging; from jaxscale.data import ByteTokenizer, convert; logging.basicConfig(level=logging.INFO);"
-        "store = convert.cached_store(sys.argv[1], ByteTokenizer(), cache_dir=sys.argv[2]); print(len(store))"
-    )
+def test_processes_that_build_at_once_convert_once_and_agree(corpus, tmp_path, spawn):
+    program = """if True:
+        import logging, sys
+        from jaxscale.data import ByteTokenizer, convert
+        logging.basicConfig(level=logging.INFO)
+        print(len(convert.cached_store(sys.argv[1], ByteTokenizer(), cache_dir=sys.argv[2])))
+    """
     command = [sys.executable, "-c", program, str(corpus), str(tmp_path / "cache")]
     environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
     pipe = subprocess.PIPE
-    processes = [
-        subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
-        for _ in range(3)
-    ]
-    outputs = [process.communicate(timeout=60) for process in processes]
+    processes = [spawn(command, stdout=pipe, stderr=pipe, env=environment) for _ in range(3)]
+    outputs = [process.communicate(timeout=600) for process in processes]
     assert [output for output, _ in outputs] == ["50\n"] * 3
     assert sum("converted in" in errors for _, errors in outputs) == 1
     assert len(cached_prefixes(tmp_path)) == 1
@@ -135,7 +134,9 @@ def test_builders_without_a_lock_all_end_well(corpus, tmp_path, monkeypatch, is_
 
     def build():
         barrier.wait()
-        convert._build(prefix, str(corpus), ByteTokenizer(), "auto", "text")
+        convert._build(
+            prefix, str(corpus), tokenizer=ByteTokenizer(), format="auto", text_field="text"
+        )
         found.append(texts_of(IndexedDataset(prefix)))
 
     builders = [threading.Thread(target=build) for _ in range(4)]
@@ -157,7 +158,7 @@ def test_the_default_cache_follows_xdg(monkeypatch, tmp_path):
 def run_script(*arguments):
     environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
     command = [sys.executable, SCRIPTS / "prepare_data.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 def test_prepare_data_writes_a_store_and_refuses_to_replace_it(corpus, tmp_path):

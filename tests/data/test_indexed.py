@@ -10,7 +10,7 @@ DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
 
 def megatron_store(
-    prefix, sequences, bounds=None, code=8, char="H", magic=b"MMIDIDX\x00\x00", version=1
+    prefix, sequences, *, bounds=None, code=8, char="H", magic=b"MMIDIDX\x00\x00", version=1
 ):
     """The bytes that Megatron's builder writes, one struct call at a time."""
     bounds = list(range(len(sequences) + 1)) if bounds is None else bounds
@@ -35,7 +35,7 @@ def documents_of(store):
     return [document.tolist() for document in store]
 
 
-def damage(path, at, new):
+def damage(path, new, *, at):
     with open(path, "r+b") as file:
         file.seek(at)
         file.write(new)
@@ -45,7 +45,7 @@ def damage(path, at, new):
 def test_a_written_store_reads_back_in_every_integer_dtype(make_store, dtype):
     limits = np.iinfo(dtype)
     documents = [[limits.min, limits.max], [0], [1, 2, 3]]
-    store = make_store(documents, dtype)
+    store = make_store(documents, dtype=dtype)
     assert store.dtype == dtype
     assert documents_of(store) == documents
     assert store.document_offsets.tolist() == [0, 2, 3, 6]
@@ -62,7 +62,7 @@ def test_a_store_laid_out_by_megatron_reads_in_every_dtype(tmp_path, code, char)
 
 
 def test_the_writer_writes_megatrons_bytes(tmp_path, make_store):
-    make_store(DOCUMENTS, np.int32)
+    make_store(DOCUMENTS, dtype=np.int32)
     megatron_store(tmp_path / "m", DOCUMENTS, code=4, char="i")
     for end in (".bin", ".idx"):
         assert (tmp_path / f"store{end}").read_bytes() == (tmp_path / f"m{end}").read_bytes()
@@ -184,7 +184,7 @@ POINTERS = 34 + 3 * 4
 )
 def test_sequences_that_do_not_lie_end_to_end_are_refused(make_store, at, value, message):
     store = make_store(DOCUMENTS)
-    damage(store.prefix + ".idx", at, value)
+    damage(store.prefix + ".idx", value, at=at)
     with pytest.raises(ValueError, match=message):
         IndexedDataset(store.prefix)
 
@@ -231,7 +231,7 @@ def test_an_abandoned_rewrite_keeps_the_old_store(make_store):
 def test_a_rewrite_replaces_the_store_and_never_shows_an_index_beside_another_bin(
     make_store, monkeypatch
 ):
-    prefix = make_store(DOCUMENTS, np.int64).prefix
+    prefix = make_store(DOCUMENTS, dtype=np.int64).prefix
     replace, index_seen = os.replace, []
 
     def watched_replace(source, target):

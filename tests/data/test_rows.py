@@ -9,14 +9,14 @@ SEQ_LEN = 16
 
 
 def store_of_lengths(lengths, dtype=np.int32):
-    """A store in memory whose token ids count up, so that an id says where in the store it stands."""
+    """A store in memory whose token ids count up: an id says where in the store it stands."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     return types.SimpleNamespace(
         tokens=np.arange(offsets[-1], dtype=dtype), document_offsets=offsets, name="memory"
     )
 
 
-def some_store(count=40, longest=30, seed=0):
+def some_store(*, count=40, longest=30, seed=0):
     return store_of_lengths(np.random.default_rng(seed).integers(1, longest + 1, count))
 
 
@@ -25,8 +25,8 @@ def open_rows(store, **options):
     return TokenRows(store, **options)
 
 
-def packed_slowly(store, start, first, last, seq_len, max_documents):
-    """One row, token by token: walks the tokens of documents [first, last) as a circle from `start`."""
+def packed_slowly(store, start, *, first, last, max_documents):
+    """One row, token by token: walks the tokens of documents [first, last) in a circle."""
     place = [
         (document, token)
         for document in range(first, last)
@@ -35,7 +35,7 @@ def packed_slowly(store, start, first, last, seq_len, max_documents):
     at = start - place[0][1]
     tokens, targets, segments, positions = [], [], [], []
     segment = position = 0
-    for step in range(seq_len):
+    for step in range(SEQ_LEN):
         document, token = place[(at + step) % len(place)]
         is_document_start = token == store.document_offsets[document]
         if step == 0 or is_document_start:
@@ -68,12 +68,14 @@ def test_rows_equal_packing_token_by_token(split, eval_fraction, longest, max_do
     }
     rows = open_rows(store, **options)
     batch = rows.rows(np.arange(3 * rows.num_rows))
-    documents = {("train", 0): (0, 40), ("train", 0.5): (0, 20), ("eval", 0.5): (20, 40)}[
+    first, last = {("train", 0): (0, 40), ("train", 0.5): (0, 20), ("eval", 0.5): (20, 40)}[
         split, eval_fraction
     ]
     for row in range(len(batch.tokens)):
         # The first token is always kept and, ids counting up, it is its own place in the store.
-        expected = packed_slowly(store, batch.tokens[row, 0], *documents, SEQ_LEN, max_documents)
+        expected = packed_slowly(
+            store, batch.tokens[row, 0], first=first, last=last, max_documents=max_documents
+        )
         for name, field, value in zip(Batch._fields, batch, expected, strict=True):
             assert field[row].tolist() == value, name
 
@@ -156,7 +158,10 @@ def test_tokens_beyond_the_most_documents_are_padding_counted_and_warned_of_once
     rows.rows([2])
     assert rows.dropped_tokens == 24
     (record,) = caplog.records
-    message = "2 of 2 rows hold more than config.data.max_documents_per_row=2 documents; 16 of their 32 tokens"
+    message = (
+        "2 of 2 rows hold more than config.data.max_documents_per_row=2 documents; "
+        "16 of their 32 tokens"
+    )
     assert message in record.getMessage()
 
 
@@ -182,7 +187,8 @@ def test_an_id_outside_the_vocabulary_is_refused_by_document_and_position(dtype,
     store = store_of_lengths([64] * 32, dtype)
     store.tokens[token] = value
     message = (
-        rf"document {token // 64} holds id {value} at position {token % 64} \(token {token} of the store\), "
+        rf"document {token // 64} holds id {value} at position {token % 64} "
+        rf"\(token {token} of the store\), "
         r"outside range\(vocab_size=3000\); set config.model.vocab_size"
     )
     # At the start: 64 rows of 16 are sampled, half of this store and always its first and last row.
@@ -219,7 +225,7 @@ def test_a_bad_id_in_the_first_or_last_row_is_refused_at_the_start():
         (
             [5, 6],
             {},
-            r"train split of memory has 2 documents with 11 tokens, less than one row of seq_len=16",
+            "train split of memory has 2 documents with 11 tokens, less than one row of seq_len=16",
         ),
         (
             [100, 15],

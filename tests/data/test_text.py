@@ -7,9 +7,9 @@ import pytest
 from jaxscale.data import text
 
 
-def read(path, format="auto", field="text"):
+def read(path, *, format="auto", field="text"):
     format, files = text.find_files(str(path), format)
-    return list(text.read_documents(str(path), format, files, field))
+    return list(text.read_documents(str(path), files, format=format, text_field=field))
 
 
 def write_parquet(path, **columns):

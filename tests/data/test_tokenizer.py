@@ -9,8 +9,8 @@ from jaxscale.data import ByteTokenizer, HuggingFaceTokenizer, open_tokenizer
 TEXTS = ["", "plain", "naïve 😀 \x00\r\n", "日本語"]
 
 
-def write_tokenizer(folder, special=("<|endoftext|>",), truncate=False):
-    """A word-level tokenizer.json with a post-processor that adds special tokens, as Llama's does."""
+def write_tokenizer(folder, *, special=("<|endoftext|>",), truncate=False):
+    """A word-level tokenizer.json whose post-processor adds special tokens, as Llama's does."""
     import tokenizers
 
     words = {word: number for number, word in enumerate(["[UNK]", "the", "cat", "sat", "mat"])}

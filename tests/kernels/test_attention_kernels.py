@@ -1,9 +1,11 @@
 """Every attention kernel against plain NumPy, and that none lets a document see another.
 
-Run on a GPU with `JAX_PLATFORMS=cuda pytest tests/kernels`, which adds the kernels that a CPU cannot run.
+Run on a GPU with `JAX_PLATFORMS=cuda pytest tests/kernels`, which adds the kernels that a CPU
+cannot run.
 """
 
 import importlib
+import inspect
 import pkgutil
 
 import jax
@@ -12,14 +14,15 @@ import numpy as np
 import pytest
 
 from jaxscale import kernels
-from jaxscale.ops.attention import document_lengths
+from jaxscale.ops.documents import documents_of
 
 NAMES = [
     module.name
     for module in pkgutil.iter_modules(kernels.__path__)
     if module.name.endswith("_attention")
 ]
-# Error of the whole array against float64, relative to its norm. bfloat16 rounds inputs of the softmax's products at 2e-3.
+# Error of the whole array against float64, relative to its norm. bfloat16 rounds inputs of the
+# softmax's products at 2e-3.
 RTOL = {jnp.float32: 1e-5, jnp.bfloat16: 5e-3}
 # rows, seq, query heads, key heads, head size, documents a row, padding, window
 SHAPES = {
@@ -37,14 +40,13 @@ def kernel(request):
     """The module, and `run(q, k, v, segments, window)` in the kernel's own convention."""
     module = importlib.import_module(f"jaxscale.kernels.{request.param}")
 
-    def run(q, k, v, segments, window):
-        reason = module.supported(q, k, platform=jax.default_backend())
+    def run(q, k, v, segments, window, cap=None):
+        reason = module.supported(q, k, platform=jax.default_backend(), cap=cap)
         if reason:
             pytest.skip(reason)
-        documents = (
-            document_lengths(segments, MAX_DOCUMENTS) if "cudnn" in request.param else segments
-        )
-        return module.attention(q, k, v, documents, q.shape[-1] ** -0.5, window)
+        documents = documents_of(segments, segments, max_documents=MAX_DOCUMENTS)
+        scale = q.shape[-1] ** -0.5
+        return module.attention(q, k, v, documents=documents, scale=scale, window=window, cap=cap)
 
     return run
 
@@ -64,7 +66,7 @@ def make(shape, seed=0):
     return [jnp.asarray(x, dtype_here()) for x in arrays], jnp.asarray(segments), window
 
 
-def slow_attention(q, k, v, segments, window):
+def slow_attention(q, k, v, segments, window, cap=None):
     """One query at a time, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     segments, out = np.asarray(segments), np.zeros(q.shape)
@@ -75,6 +77,7 @@ def slow_attention(q, k, v, segments, window):
         first = 0 if window is None else max(0, s - window + 1)
         seen = [t for t in range(first, s + 1) if segments[b, t] == segments[b, s]]
         scores = k[b, seen, n // group] @ q[b, s, n] / q.shape[-1] ** 0.5
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
         weights = np.exp(scores - scores.max())
         out[b, s, n] = weights @ v[b, seen, n // group] / weights.sum()
     return out
@@ -98,13 +101,14 @@ def test_a_kernel_equals_attention_one_query_at_a_time(kernel, shape):
 def test_a_kernels_gradients_equal_those_of_the_reference_in_float32(kernel, shape):
     (q, k, v, cotangent), segments, window = make(shape)
     reference = importlib.import_module("jaxscale.kernels.xla_attention").reference
-    scale = q.shape[-1] ** -0.5
+    documents = documents_of(segments, segments, max_documents=MAX_DOCUMENTS)
+    options = dict(documents=documents, scale=q.shape[-1] ** -0.5, window=window)
     gradients = jax.jit(
         lambda q, k, v: jax.vjp(lambda *x: kernel(*x, segments, window), q, k, v)[1](cotangent)
     )(q, k, v)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
     with jax.default_matmul_precision("highest"):
-        expected = jax.vjp(lambda *x: reference(*x, segments, scale, window), *wide)[1](
+        expected = jax.vjp(lambda *x: reference(*x, **options), *wide)[1](
             cotangent.astype(jnp.float32)
         )
     for name, mine, theirs in zip("qkv", gradients, expected, strict=True):
@@ -137,3 +141,14 @@ def test_a_kernel_file_offers_a_kernel_its_reference_and_what_it_supports(name):
     assert callable(module.reference) and callable(module.supported)
     assert callable(getattr(module, name.rsplit("_", 1)[-1]))
     assert module.__doc__ and module.supported.__doc__
+    assert type(module.HAS_QUADRATIC_MEMORY) is bool and type(module.TRACKS_VMA) is bool
+    for function in (module.attention, module.reference):
+        keywords = ["documents", "scale", "window", "cap"]
+        assert list(inspect.signature(function).parameters)[3:] == keywords
+
+
+def test_a_soft_cap_is_a_tanh_of_the_scores(kernel):
+    (q, k, v, _), segments, _ = make("grouped heads")
+    capped = np.asarray(kernel(q, k, v, segments, None, cap=0.5), np.float64)
+    assert error(capped, slow_attention(q, k, v, segments, None, cap=0.5)) < RTOL[dtype_here()]
+    assert error(capped, slow_attention(q, k, v, segments, None)) > 0.05

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.config import Attention
-from jaxscale.kernels import cudnn_attention
-from jaxscale.ops.attention import _say_once, choose, document_lengths
+from jaxscale.kernels import cudnn_attention, xla_attention
+from jaxscale.ops.attention import _say_once
+from jaxscale.ops.attention import choose as choose_kernel
+from jaxscale.ops.documents import documents_of
+from jaxscale.ops.execution import Execution
 
 
 def shapes(seq=8192, dtype=jnp.bfloat16, heads=8, kv_heads=2, size=64):
@@ -15,20 +18,22 @@ def shapes(seq=8192, dtype=jnp.bfloat16, heads=8, kv_heads=2, size=64):
     )
 
 
+def choose(kind, *shapes, cap=None, **hardware):
+    return choose_kernel(*shapes, execution=Execution(attention=kind, **hardware), cap=cap)
+
+
 def test_a_cpu_gets_xla_and_a_gpu_gets_cudnn():
-    assert choose(Attention.AUTO, *shapes(), platform="cpu") == Attention.XLA
-    assert choose(Attention.AUTO, *shapes(), platform="gpu") == Attention.CUDNN
+    assert choose(Attention.AUTO, *shapes(), platform="cpu") == xla_attention
+    assert choose(Attention.AUTO, *shapes(), platform="gpu") == cudnn_attention
 
 
-@pytest.mark.parametrize(
-    "bad", [dict(dtype=jnp.float32), dict(size=60), dict(size=512), dict(heads=9)]
-)
+@pytest.mark.parametrize("bad", [dict(dtype=jnp.float32), dict(size=60), dict(size=512)])
 def test_a_long_sequence_on_a_gpu_never_falls_back_to_quadratic_memory(bad):
     assert cudnn_attention.supported(*shapes(**bad), platform="gpu")
     with pytest.raises(ValueError, match=r"config\.seq_len=8192.*config\.attention='xla'"):
         choose(Attention.AUTO, *shapes(**bad), platform="gpu")
-    assert choose(Attention.AUTO, *shapes(seq=1024, **bad), platform="gpu") == Attention.XLA
-    assert choose(Attention.XLA, *shapes(**bad), platform="gpu") == Attention.XLA
+    assert choose(Attention.AUTO, *shapes(seq=1024, **bad), platform="gpu") == xla_attention
+    assert choose(Attention.XLA, *shapes(**bad), platform="gpu") == xla_attention
 
 
 def test_a_gpu_before_hopper_is_told_why_it_gets_no_cudnn():
@@ -55,4 +60,21 @@ def test_asking_for_cudnn_where_it_cannot_run_is_refused_with_the_reason():
 
 def test_document_lengths_count_tokens_and_leave_padding_out():
     segments = jnp.array([[1, 1, 2, 2, 2, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]], jnp.int32)
-    assert document_lengths(segments, 4).tolist() == [[2, 3, 1, 0], [8, 0, 0, 0]]
+    assert documents_of(segments, segments, max_documents=4).lengths_BM.tolist() == [
+        [2, 3, 1, 0],
+        [8, 0, 0, 0],
+    ]
+
+
+def test_heads_that_key_heads_do_not_divide_run_nowhere():
+    for kind in (Attention.CUDNN, Attention.XLA):
+        with pytest.raises(ValueError, match="num_heads=9 is not a multiple of num_kv_heads=2"):
+            choose(kind, *shapes(heads=9), platform="gpu")
+
+
+def test_a_soft_cap_runs_as_xla_and_is_refused_where_that_takes_quadratic_memory():
+    assert choose(Attention.AUTO, *shapes(seq=1024), cap=50.0, platform="gpu") == xla_attention
+    with pytest.raises(ValueError, match="seq_len=8192: cuDNN attention has no soft cap"):
+        choose(Attention.AUTO, *shapes(), cap=50.0, platform="gpu")
+    with pytest.raises(ValueError, match="config.attention='cudnn' cannot run: .* no soft cap"):
+        choose(Attention.CUDNN, *shapes(), cap=50.0, platform="gpu")

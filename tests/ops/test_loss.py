@@ -18,29 +18,35 @@ def batch():
     return x, head, targets
 
 
-def plain(x, head, targets, z_loss, vocab_size=VOCAB):
+def plain(x, head, targets, *, z_loss, vocab_size=VOCAB, cap=None):
     """The textbook formula, whole logits in float32."""
     logits = jnp.einsum("BSD,DV->BSV", x, head)[..., :vocab_size]
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     lse = jax.nn.logsumexp(logits, axis=-1)
     label = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     return jnp.where(targets >= 0, lse - label + z_loss * lse**2, 0.0).sum()
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize(("z_loss", "cap"), [(0.0, None), (1e-2, None), (1e-2, 3.0)])
 @pytest.mark.parametrize("vocab_size", [VOCAB, PADDED])
 @pytest.mark.parametrize("chunk", [1, 8, 7, 4096])
 def test_loss_and_gradients_equal_the_textbook_formula(
-    batch, z_loss, vocab_size, chunk, monkeypatch
+    batch, z_loss, cap, vocab_size, chunk, monkeypatch
 ):
     monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk)
     x, head, targets = batch
 
     def mine(x, head):
-        return 0.5 * cross_entropy(x, head, targets, vocab_size, z_loss, jnp.dtype(jnp.float32))
+        return 0.5 * cross_entropy(
+            x, head, targets, vocab_size=vocab_size, z_loss=z_loss, cap=cap, dtype=jnp.float32
+        )
 
     value, gradients = jax.jit(jax.value_and_grad(mine, argnums=(0, 1)))(x, head)
     halved = jax.value_and_grad(
-        lambda x, head: 0.5 * plain(x, head, targets, z_loss, vocab_size), argnums=(0, 1)
+        lambda x, head: (
+            0.5 * plain(x, head, targets, z_loss=z_loss, vocab_size=vocab_size, cap=cap)
+        ),
+        argnums=(0, 1),
     )
     expected, expected_gradients = halved(x, head)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
@@ -52,7 +58,8 @@ def test_loss_and_gradients_equal_the_textbook_formula(
 def test_masked_tokens_and_padded_words_get_no_gradient(batch):
     x, head, targets = batch
     dx, dhead = jax.grad(
-        lambda *a: cross_entropy(*a, targets, VOCAB, 0.0, jnp.dtype(jnp.float32)), argnums=(0, 1)
+        lambda x, head: cross_entropy(x, head, targets, vocab_size=VOCAB, dtype=jnp.float32),
+        argnums=(0, 1),
     )(x, head)
     assert not np.asarray(dx)[0, 3:6].any() and np.asarray(dx)[0, :3].any()
     assert not np.asarray(dhead)[:, VOCAB:].any()
@@ -61,10 +68,11 @@ def test_masked_tokens_and_padded_words_get_no_gradient(batch):
 def test_bfloat16_rounds_but_keeps_a_float32_gradient_of_the_head(batch):
     x, head, targets = batch
     value, (dx, dhead) = jax.value_and_grad(
-        lambda *a: cross_entropy(*a, targets, VOCAB, 0.0, jnp.dtype(jnp.bfloat16)), argnums=(0, 1)
+        lambda x, head: cross_entropy(x, head, targets, vocab_size=VOCAB, dtype=jnp.bfloat16),
+        argnums=(0, 1),
     )(x.astype(jnp.bfloat16), head)
     assert dx.dtype == jnp.bfloat16 and dhead.dtype == jnp.float32
-    np.testing.assert_allclose(value, plain(x, head, targets, 0.0), rtol=1e-2)
+    np.testing.assert_allclose(value, plain(x, head, targets, z_loss=0.0), rtol=1e-2)
 
 
 def test_no_float32_logits_of_the_batch_are_held(monkeypatch):
@@ -74,7 +82,7 @@ def test_no_float32_logits_of_the_batch_are_held(monkeypatch):
 
     def gradients(x, head):
         return jax.grad(
-            lambda *a: cross_entropy(*a, targets, 1024, 0.0, jnp.dtype(jnp.bfloat16)),
+            lambda x, head: cross_entropy(x, head, targets, vocab_size=1024, dtype=jnp.bfloat16),
             argnums=(0, 1),
         )(x, head)
 

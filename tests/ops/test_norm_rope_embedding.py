@@ -9,6 +9,11 @@ from jaxscale.ops.embedding import embed
 from jaxscale.ops.norm import rms_norm
 
 
+def placed(array, axes):
+    """On the mesh in use, laid out by these logical axes."""
+    return jax.device_put(array, shd.shardings(array, axes))
+
+
 def test_rms_norm_divides_by_the_root_mean_square():
     x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
     scale = np.linspace(0.5, 2, 8, dtype=np.float32)
@@ -87,10 +92,10 @@ def test_a_split_table_gives_the_same_rows_and_gradient(rules, axis_types):
         return jnp.sum(x * weights), x
 
     with shd.use(mesh, rules):
-        placed = shd.global_array(lambda i: table[i], table.shape, "vocab embed")
-        ids = shd.global_array(lambda i: tokens[i], tokens.shape, "batch seq")
-        w = shd.global_array(lambda i: weights[i], weights.shape, "batch seq act_embed")
-        gradient, x = jax.jit(jax.grad(weighted, has_aux=True))(placed, ids, w)
+        table_here = placed(table, "vocab embed")
+        ids = placed(tokens, "batch seq")
+        w = placed(weights, "batch seq act_embed")
+        gradient, x = jax.jit(jax.grad(weighted, has_aux=True))(table_here, ids, w)
     np.testing.assert_array_equal(x, table[tokens])
     expected = np.zeros_like(table)
     np.add.at(expected, tokens, weights)

@@ -1,4 +1,4 @@
-"""A profile holds the steps that were asked for, whole and no others, and leaves the run as it is."""
+"""A profile holds the steps that were asked for, whole and no others; the run stays as it is."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from jaxscale.config import (
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
-from jaxscale.train import loop
+from jaxscale.train import run
 from jaxscale.train.loop import train
 
 
@@ -81,12 +81,11 @@ def losses(workdir):
 
 
 def profiled_steps(workdir):
-    """The steps in the one trace of a run, as the loop marked them, and whether an evaluation is in it too."""
+    """The steps in a run's one trace, as the loop marked them, and whether an evaluation is too."""
     (path,) = (workdir / "profile").rglob("*.xplane.pb")
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # how jaxlib makes its types, under Python 3.12
+        # How jaxlib makes its types, under Python 3.12.
+        warnings.simplefilter("ignore", DeprecationWarning)
         events = [
             event
             for plane in jax.profiler.ProfileData.from_file(str(path)).planes
@@ -94,7 +93,9 @@ def profiled_steps(workdir):
             for event in line.events
         ]
         steps = sorted(dict(event.stats)["step_num"] for event in events if event.name == "train")
-        return steps, any("eval_step" in event.name for event in events)
+        is_evaluated = any("held_out_loss" in event.name for event in events)
+        assert is_evaluated == any(event.name == "evaluation" for event in events)
+        return steps, is_evaluated
 
 
 def test_the_trace_has_the_steps_asked_for_and_the_run_is_what_it_is_without(
@@ -110,26 +111,21 @@ def test_the_trace_has_the_steps_asked_for_and_the_run_is_what_it_is_without(
 def test_the_steps_count_from_the_first_of_this_process(folder, plain, tmp_path):
     shutil.copytree(plain, tmp_path / "run")
     train(run_of(folder, steps=8, profile=ProfileConfig(steps=2)), tmp_path / "run")
-    assert profiled_steps(tmp_path / "run") == (
-        [6, 7],
-        True,
-    )  # the evaluation after step 6 is between them
+    # The evaluation after step 6 is between them.
+    assert profiled_steps(tmp_path / "run") == ([6, 7], True)
 
 
 def test_an_interrupted_run_keeps_what_was_recorded(folder, tmp_path, monkeypatch):
     calls = itertools.count()
-    monkeypatch.setattr(
-        loop, "interrupts", lambda: contextlib.nullcontext(lambda: next(calls) == 2)
-    )
+    monkeypatch.setattr(run, "interrupts", lambda: contextlib.nullcontext(lambda: next(calls) == 2))
     assert train(run_of(folder, profile=ProfileConfig(steps=4)), tmp_path).interrupted
     assert profiled_steps(tmp_path)[0] == [1, 2]
 
 
 def test_what_cannot_be_recorded_is_refused(folder):
     run_config.validate(run_of(folder, profile=ProfileConfig(start=3, steps=2)))
-    run_config.validate(
-        run_of(folder, profile=ProfileConfig(start=9))
-    )  # off, wherever it would start
+    # Off, wherever it would start.
+    run_config.validate(run_of(folder, profile=ProfileConfig(start=9)))
     with pytest.raises(
         ValueError,
         match=r"config.profile.steps=2: with config.profile.start=4 it goes beyond config.steps=5",

@@ -34,8 +34,9 @@ from jaxscale.data.loader import Corpus
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
-from jaxscale.train import loop
-from jaxscale.train.loop import train
+from jaxscale.train import run
+from jaxscale.train.loop import Outcome, train
+from jaxscale.train.recorder import NonFiniteError
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "scripts" / "train.py")
@@ -82,40 +83,50 @@ def get_config(arg=""):
     return module.run_config(Path({text!r}))
 """
 
-# Runs the script slowly enough to be hit, and ends it at the moment argv[1] names, as kill -9 would.
-SLOW_SCRIPT = """
-import os, runpy, signal, sys, time
+# Runs the script, and stops at moments: at that named by argv[1] it ends as kill -9 would end it;
+# at those named by argv[2] it says so and waits until it is given a line.
+CONTROLLED_SCRIPT = """
+import os, runpy, signal, sys
 from jaxscale.checkpoint.checkpointer import Checkpointer
+from jaxscale.checkpoint.folders import StepFolders
 from jaxscale.metrics.meter import Meter
 
-moment = sys.argv[1]
-sys.argv = sys.argv[2:]
+death, holds = sys.argv[1], sys.argv[2].split(",")
+sys.argv = sys.argv[3:]
 
 
-def hook(owner, name, label, delay):
+def stop_at(moment):
+    if moment == death:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if moment in holds:
+        print("held at", moment, flush=True)
+        sys.stdin.readline()
+
+
+def hook(owner, name, label):
     original = getattr(owner, name)
 
-    def method(self, step, *arguments):
-        time.sleep(delay)
-        if moment == f"{label} {step}":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, step, *arguments)
+    def method(self, step, *arguments, **options):
+        stop_at(f"{label} {step}")
+        return original(self, step, *arguments, **options)
 
     setattr(owner, name, method)
 
 
-def wait(self, abstract_state):
-    print("waiting", flush=True)
-    time.sleep(60)
+def restore(self, abstract_state, original=Checkpointer.restore):
+    stop_at("restoring")
+    return original(self, abstract_state)
 
 
-if moment == "start":
-    Checkpointer.restore = wait
-hook(Meter, "record", "step", 0.1)
-hook(Checkpointer, "_finish", "saving", 0)
-hook(Checkpointer, "_publish", "renaming", 0)
+Checkpointer.restore = restore
+hook(Meter, "record", "step")
+hook(Checkpointer, "_finish", "saving")
+hook(StepFolders, "publish", "renaming")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+
+# Seconds after which a process hangs; a busy machine takes less.
+PATIENCE = 600
 
 
 @pytest.fixture(scope="module")
@@ -130,39 +141,53 @@ def text(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def start(text):
-    """`start(workdir, *arguments, moment=...) -> Popen` of scripts/train.py."""
-    running = []
+class Child:
+    """A process of CONTROLLED_SCRIPT; what it prints goes to a file, readable at any time."""
 
-    def start(workdir, *arguments, moment="", devices=8, **environment):
-        command = [
-            sys.executable,
-            "-c",
-            SLOW_SCRIPT,
-            moment,
-            SCRIPT,
-            f"--config={text / 'config.py'}",
-            f"--workdir={workdir}",
-        ]
+    def __init__(self, process, printed: Path):
+        self.process, self.printed = process, printed
+
+    def wait_for(self, text):
+        """Until it has printed that."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            is_over = self.process.poll() is not None or time.monotonic() > deadline
+            if text in self.printed.read_text():
+                return
+            assert not is_over, self.printed.read_text()
+            time.sleep(0.02)
+
+    def go_on(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def finish(self, code=0) -> str:
+        """All it has printed, once it has ended with that code."""
+        returned = self.process.wait(PATIENCE)
+        assert returned == code, self.printed.read_text()
+        return self.printed.read_text()
+
+
+@pytest.fixture
+def start(text, spawn, sigint_by_default, tmp_path_factory):
+    """`start(workdir, *arguments, death="step 3", holds="step 1,step 2") -> Child`."""
+
+    def start(workdir, *arguments, death="", holds="", devices=8, **environment):
+        command = [sys.executable, "-c", CONTROLLED_SCRIPT, death, holds, SCRIPT]
+        command += [f"--config={text / 'config.py'}", f"--workdir={workdir}", *arguments]
         flags = os.environ["XLA_FLAGS"] + f" --xla_force_host_platform_device_count={devices}"
-        process = subprocess.Popen(
-            [*command, *arguments], env=os.environ | {"XLA_FLAGS": flags} | environment,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        running.append(process)
-        return process
+        printed = tmp_path_factory.mktemp("printed") / "output.txt"
+        with printed.open("w") as file:
+            process = spawn(
+                command,
+                env=os.environ | {"XLA_FLAGS": flags} | environment,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        return Child(process, printed)
 
-    yield start
-    for process in running:
-        process.kill()
-        process.communicate()
-
-
-def finish(process, code=0, timeout=120) -> str:
-    output, _ = process.communicate(timeout=timeout)
-    assert process.returncode == code, output
-    return output
+    return start
 
 
 def found(pattern, text) -> tuple[str, ...]:
@@ -203,17 +228,6 @@ def saved_steps(workdir):
     )
 
 
-def wait_for_records(process, workdir, number):
-    """Until that many steps are on record."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(FileNotFoundError):
-            if len(records(workdir)) >= number:
-                return
-        time.sleep(0.01)
-    raise AssertionError(process.communicate()[0])
-
-
 @pytest.fixture(scope="module")
 def undisturbed(text, tmp_path_factory):
     """The workdir of a run that nothing happened to, on the 8 devices of this process."""
@@ -227,15 +241,19 @@ def test_killed_at_any_moment_the_same_command_gives_the_same_losses_bit_for_bit
     start, undisturbed, tmp_path
 ):
     draw = random.Random(time.time_ns())
-    moments = ["", f"saving {draw.choice([4, 6])}", f"renaming {draw.choice([6, 8])}"]
-    print(moments)
-    for moment in moments:
-        process = start(tmp_path, moment=moment)
-        if not moment:
-            wait_for_records(process, tmp_path, draw.choice([1, 2, 3]))
-            process.kill()
-        finish(process, -signal.SIGKILL)
-    assert "continuing from the checkpoint of step" in finish(start(tmp_path))
+    step, delay = draw.choice([1, 2, 3]), draw.uniform(0, 0.2)
+    deaths = [f"saving {draw.choice([4, 6])}", f"renaming {draw.choice([6, 8])}"]
+    print(step, delay, deaths)
+    # From outside, while it trains or saves; it gets no further than where it is held next.
+    child = start(tmp_path, holds=f"step {step},step 4")
+    child.wait_for(f"held at step {step}")
+    child.go_on()
+    time.sleep(delay)
+    child.process.kill()
+    child.finish(-signal.SIGKILL)
+    for death in deaths:
+        start(tmp_path, death=death).finish(-signal.SIGKILL)
+    assert "continuing from the checkpoint of step" in start(tmp_path).finish()
     assert losses(tmp_path) == losses(undisturbed)
     assert eval_losses(tmp_path) == eval_losses(undisturbed)
 
@@ -243,38 +261,41 @@ def test_killed_at_any_moment_the_same_command_gives_the_same_losses_bit_for_bit
 def test_interrupted_it_saves_exits_with_130_and_the_command_it_names_continues_bit_for_bit(
     start, undisturbed, tmp_path
 ):
-    first = start(tmp_path, "--config.checkpoint.every=0")
-    wait_for_records(first, tmp_path, 2)
-    first.send_signal(signal.SIGINT)
-    output = finish(first, 130)
-    step = int(found(r"stopped at step (\d+) of 12 and saved; continue with: (.*)", output)[0])
-    assert 2 <= step < 12 and saved_steps(tmp_path) == [step]
-    # The whole command, its settings included.
-    command = found(r"continue with: \S*python\S* (.*)", output)[0]
-    assert command.split() == [*first.args[4:]]
+    def interrupted(step, signum):
+        child = start(tmp_path, "--config.checkpoint.every=0", holds=f"step {step}")
+        child.wait_for(f"held at step {step}")
+        child.process.send_signal(signum)
+        child.go_on()
+        return child.process.args, child.finish(130)
 
-    second = start(tmp_path, "--config.checkpoint.every=0")
-    wait_for_records(second, tmp_path, step + 1)
-    second.send_signal(signal.SIGTERM)
-    output = finish(second, 130)
+    arguments, output = interrupted(3, signal.SIGINT)
+    step, command = found(
+        r"stopped at step (\d+) of 12 and saved; continue with: \S*python\S* (.*)", output
+    )
+    assert int(step) == 3 and saved_steps(tmp_path) == [3]
+    # The whole command, its settings included.
+    assert command.split() == arguments[5:]
+
+    _, output = interrupted(5, signal.SIGTERM)
     assert "SIGTERM: finishing the step and saving" in output
-    assert saved_steps(tmp_path)[-1] > step
-    finish(start(tmp_path))
+    assert saved_steps(tmp_path)[-1] == 5
+    start(tmp_path).finish()
     assert losses(tmp_path) == losses(undisturbed)
 
 
 def test_a_second_ctrl_c_stops_at_once(start, tmp_path):
-    process = start(tmp_path, moment="start")
-    assert any("waiting" in line for line in process.stdout)
-    process.send_signal(signal.SIGINT)
+    child = start(tmp_path, holds="restoring")
+    child.wait_for("held at restoring")
+    child.process.send_signal(signal.SIGINT)
+    child.wait_for("SIGINT: finishing the step and saving")
     with pytest.raises(subprocess.TimeoutExpired):  # what it does goes on
-        process.wait(0.5)
-    process.send_signal(signal.SIGINT)
-    process.wait(5)
-    assert process.returncode == -signal.SIGINT
+        child.process.wait(0.5)
+    child.process.send_signal(signal.SIGINT)
+    child.finish(-signal.SIGINT)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("sigint_by_default")
 def test_interrupted_before_the_first_step_it_stops_there(text, tmp_path, monkeypatch, signum):
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     entropy = Corpus.unigram_entropy
@@ -284,7 +305,9 @@ def test_interrupted_before_the_first_step_it_stops_there(text, tmp_path, monkey
         return entropy(corpus)
 
     monkeypatch.setattr(Corpus, "unigram_entropy", interrupted)
-    monkeypatch.setattr(fit.Step, "__call__", lambda *arguments: pytest.fail("a step was run"))
+    monkeypatch.setattr(
+        fit.CompiledUpdate, "__call__", lambda *arguments: pytest.fail("an update was run")
+    )
     stopped = tell(run_config(text), tmp_path)
     assert stopped.outcome.interrupted and stopped.outcome.step == 0
     assert (
@@ -301,14 +324,14 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start_two(start, workdir, *arguments):
+def start_two(start, workdir, *arguments, holds=""):
     shared = {
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": "2",
     }
     return [
-        start(workdir, *arguments, devices=4, **shared, JAX_PROCESS_ID=str(number))
+        start(workdir, *arguments, holds=holds, devices=4, **shared, JAX_PROCESS_ID=str(number))
         for number in range(2)
     ]
 
@@ -317,16 +340,19 @@ def start_two(start, workdir, *arguments):
 def test_two_processes_stop_together_when_one_is_told_and_train_like_one(
     start, undisturbed, tmp_path
 ):
-    both = start_two(start, tmp_path)
-    wait_for_records(both[0], tmp_path, 2)
-    both[1].send_signal(signal.SIGTERM)  # the one that does not lead
-    outputs = [finish(process, 130) for process in both]
+    both = start_two(start, tmp_path, holds="step 3")
+    for child in both:
+        child.wait_for("held at step 3")
+    both[1].process.send_signal(signal.SIGTERM)  # the one that does not lead
+    for child in both:
+        child.go_on()
+    outputs = [child.finish(130) for child in both]
     step = int(found(r"stopped at step (\d+) of 12 and saved", outputs[0])[0])
-    assert 2 <= step < 12 and step in saved_steps(tmp_path)
+    assert 3 <= step < 12 and step in saved_steps(tmp_path)
     assert "stopped at" not in outputs[1]  # one of them speaks
 
     # `auto` besides: they agree on what they decide by.
-    outputs = [finish(process) for process in start_two(start, tmp_path, "--config.remat=auto")]
+    outputs = [child.finish() for child in start_two(start, tmp_path, "--config.remat=auto")]
     assert f"continuing from the checkpoint of step {step}" in outputs[0]
     assert_close(losses(tmp_path), losses(undisturbed))
     assert_close(eval_losses(tmp_path), eval_losses(undisturbed))
@@ -369,7 +395,7 @@ class Told:
 
     workdir: Path
     config: Config
-    outcome: loop.Outcome
+    outcome: Outcome
     said: str
 
 
@@ -378,9 +404,15 @@ def told(text, tmp_path_factory):
     """Six steps with everything a run prints and writes switched on."""
     workdir = tmp_path_factory.mktemp("told")
     config = run_config(
-        text, steps=6, seq_len=256, z_loss=0.01, evaluation=EvalConfig(batches=1, every=2), log=LogConfig(),
-        sample=SampleConfig(tokens=200, prompt="The "), checkpoint=CheckpointConfig(every=3),
-    )  # fmt: skip
+        text,
+        steps=6,
+        seq_len=256,
+        z_loss=0.01,
+        evaluation=EvalConfig(batches=1, every=2),
+        log=LogConfig(),
+        sample=SampleConfig(tokens=200, prompt="The "),
+        checkpoint=CheckpointConfig(every=3),
+    )
     return tell(config, workdir)
 
 
@@ -410,9 +442,9 @@ def test_the_held_out_loss_is_told_before_and_after_beside_the_unigram_entropy(t
     assert float(loss) == round(told.outcome.first_loss, 4)
     assert 2 < float(entropy) < math.log(30)  # some 20 letters, unevenly
     assert (
-        f"held-out loss: {told.outcome.first_loss:.4f} before (step 0), {told.outcome.last_loss:.4f} after (step 6) "
-        f"nats/token; unigram entropy {entropy}" in told.said
-    )
+        f"held-out loss: {told.outcome.first_loss:.4f} before (step 0), "
+        f"{told.outcome.last_loss:.4f} after (step 6) nats/token; unigram entropy {entropy}"
+    ) in told.said
 
 
 def test_the_z_loss_of_the_config_is_part_of_the_loss(told):
@@ -421,14 +453,15 @@ def test_the_z_loss_of_the_config_is_part_of_the_loss(told):
 
 def test_a_sample_of_200_characters_is_told(told):
     assert "sample (temperature 0.8):\nThe " in told.said
-    # Bytes that are no UTF-8 become one replacement for several; ids of ends of documents are left out.
+    # Several bytes that are no UTF-8 may become one replacement; ids of ends are left out.
     assert told.outcome.text.startswith("The ") and 100 < len(told.outcome.text) <= 204
 
 
 def test_the_last_lines_say_where_everything_is_and_how_to_go_on(told):
     last = told.said[told.said.index("done: ") :]
     assert last.splitlines() == [
-        f"done: step 6 of 6. In {told.workdir}: config.json, metrics.jsonl, checkpoints/, tensorboard/",
+        f"done: step 6 of 6. In {told.workdir}: config.json, metrics.jsonl, checkpoints/, "
+        "tensorboard/",
         "train on with: python train.py --config.seed 0 --config.steps=12",
     ]
     for name in ("config.json", "metrics.jsonl", "checkpoints", "tensorboard"):
@@ -444,7 +477,9 @@ def test_the_held_out_text_is_evaluated_every_so_many_steps_and_at_the_end(told)
 
 def test_a_finished_run_is_not_trained_again_and_says_how_to_go_on(told, monkeypatch):
     before = (told.workdir / "metrics.jsonl").read_bytes()
-    monkeypatch.setattr(fit, "compile_to_fit", lambda plan: pytest.fail("a step was compiled"))
+    monkeypatch.setattr(
+        run, "compile_to_fit", lambda *arguments: pytest.fail("an update was compiled")
+    )
     again = tell(dataclasses.replace(told.config, sample=SampleConfig(tokens=0)), told.workdir)
     assert "nothing to train: step 6 is done, and config.steps=6" in again.said
     assert "train on with: " in again.said and "--config.steps=12" in again.said
@@ -467,30 +502,27 @@ def test_without_checkpoints_nothing_is_saved_and_no_continuation_is_promised(
     text, tmp_path, monkeypatch
 ):
     off = CheckpointConfig(enabled=False)
-    run = tell(run_config(text, steps=3, checkpoint=off), tmp_path)
-    assert run.outcome.step == 3 and list(losses(tmp_path)) == [1, 2, 3]
-    assert (
-        saved_steps(tmp_path) == []
-        and "train on with" not in run.said
-        and "checkpoints/" not in run.said
-    )
+    ended = tell(run_config(text, steps=3, checkpoint=off), tmp_path)
+    assert ended.outcome.step == 3 and list(losses(tmp_path)) == [1, 2, 3]
+    assert saved_steps(tmp_path) == []
+    assert "train on with" not in ended.said and "checkpoints/" not in ended.said
 
-    monkeypatch.setattr(loop, "interrupts", lambda: contextlib.nullcontext(lambda: True))
+    monkeypatch.setattr(run, "interrupts", lambda: contextlib.nullcontext(lambda: True))
     stopped = tell(run_config(text, steps=3, checkpoint=off), tmp_path)
     assert "not saved (config.checkpoint.enabled=False); start again with" in stopped.said
 
 
 def test_a_poisoned_state_is_not_saved_and_the_step_is_named(text, tmp_path, monkeypatch):
-    step = fit.Step.__call__
+    update = fit.CompiledUpdate.__call__
 
     def poisoned(self, state, batch):
-        state, metrics = step(self, state, batch)
+        state, metrics = update(self, state, batch)
         is_sixth = int(state.step) == 6
         return state, metrics | {"loss": metrics["loss"] * (math.nan if is_sixth else 1.0)}
 
-    monkeypatch.setattr(fit.Step, "__call__", poisoned)
+    monkeypatch.setattr(fit.CompiledUpdate, "__call__", poisoned)
     with pytest.raises(
-        loop.NonFiniteError,
+        NonFiniteError,
         match="step 6: loss is nan. The run stopped; the last checkpoint is of step 3",
     ):
         train(run_config(text, checkpoint=CheckpointConfig(every=3)), tmp_path)
@@ -500,12 +532,12 @@ def test_a_poisoned_state_is_not_saved_and_the_step_is_named(text, tmp_path, mon
 def test_the_first_step_is_on_record_at_once_and_the_others_one_step_late(
     text, tmp_path, monkeypatch
 ):
-    step, known = fit.Step.__call__, []
+    update, known = fit.CompiledUpdate.__call__, []
 
     def noting(self, state, batch):
         known.append(list(losses(tmp_path)) if (tmp_path / "metrics.jsonl").exists() else [])
-        return step(self, state, batch)
+        return update(self, state, batch)
 
-    monkeypatch.setattr(fit.Step, "__call__", noting)
+    monkeypatch.setattr(fit.CompiledUpdate, "__call__", noting)
     train(run_config(text, steps=4, checkpoint=CheckpointConfig(enabled=False)), tmp_path)
     assert known == [[], [1], [1], [1, 2]]

@@ -1,0 +1,50 @@
+"""Files that are whole or not there, folders to write to, and the user's cache folder."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+def cache_folder() -> Path:
+    """For what can be made again: $XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxscale"
+
+
+def require_writable(folder: Path) -> None:
+    """Makes the folder if it is missing. Raises OSError if no file can be written in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder, prefix=".writable-"):
+        pass
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """The file holds either what it held or all of `data`, also after a power cut."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yields a file that takes the place of `path` at the end, once all of it is on the disk.
+
+    After an exception `path` is as it was; NAME.tmp stays beside it until the next time.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Makes the renames in a folder last through a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,186 @@
+"""Gemma 3, and by its options Gemma 2: local and global attention by turns, norms after as well.
+
+Sources: Gemma 2 and 3 (arXiv:2408.00118, 2503.19786). Norm scales are stored less 1.
+
+B rows, S sequence, D model.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale import sharding as shd
+from jaxscale.models import decoder, hugging_face
+from jaxscale.ops import rope
+from jaxscale.ops.execution import Execution
+from jaxscale.ops.gated import geglu
+from jaxscale.ops.layers import Stack
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, unsafe_hash=True)
+class Config(decoder.Config):
+    """Sizes and options; the defaults are those of Gemma 3."""
+
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-6
+    # In a local layer a token sees itself and the `window - 1` before it.
+    window: int = 1024
+    # One layer in so many is global, the last of each turn.
+    global_every: int = 6
+    # Of global layers; their positions are `rope_factor` times closer together.
+    rope_theta: float = 1_000_000.0
+    rope_factor: float = 1.0
+    local_rope_theta: float = 10_000.0
+    # Scores are divided by its root; None: the head size.
+    query_scale: float | None = None
+    qk_norm: bool = True
+    # Gemma 2: scores and logits become cap * tanh(x / cap).
+    score_cap: float | None = None
+    logit_cap: float | None = None
+
+    def validate(self) -> None:
+        """Raises ValueError for sizes and options that cannot be."""
+        decoder.Config.validate(self)
+        for key in ("window", "global_every"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"config.model.{key}={getattr(self, key)}: set it to 1 or more")
+        for key in ("query_scale", "score_cap", "logit_cap"):
+            if getattr(self, key) is not None and not getattr(self, key) > 0:
+                raise ValueError(
+                    f"config.model.{key}={getattr(self, key)}: set it above 0, or to None"
+                )
+        if not self.rope_factor >= 1:
+            raise ValueError(f"config.model.rope_factor={self.rope_factor}: set it to 1 or more")
+
+    def neutral_scale(self) -> float:
+        return 0.0
+
+    def num_layer_params(self) -> int:
+        extra = 2 * self.model_dim + 2 * self.head_dim() * self.qk_norm
+        return decoder.Config.num_layer_params(self) + extra
+
+    def build(self, rngs: nnx.Rngs) -> "Model":
+        return Model(self, rngs)
+
+
+class Model(decoder.Model):
+    c: Config
+
+    def __init__(self, c: Config, rngs: nnx.Rngs):
+        super().__init__(c, rngs, block=Block)
+
+    def embed(self, tokens_BS, execution: Execution):
+        x_BSD = super().embed(tokens_BS, execution)
+        return x_BSD * jnp.asarray(self.c.model_dim**0.5, x_BSD.dtype)
+
+    def stacks(self) -> tuple[Stack, ...]:
+        """One stack, whose layers are local but for each `global_every`th."""
+        local, whole = (functools.partial(block, is_local=is_local) for is_local in (True, False))
+        turn = (local,) * (self.c.global_every - 1) + (whole,)
+        return (Stack(self.layers, turn, share=self._share),)
+
+    def _share(self, documents):
+        angles = functools.partial(rope.angles, documents.positions_BS, self.c.head_dim())
+        stretch = rope.Stretch(factor=self.c.rope_factor)
+        return {
+            "local": angles(theta=self.c.local_rope_theta),
+            "global": angles(theta=self.c.rope_theta, scaling=stretch),
+            "documents": documents,
+        }
+
+    def output(self, x_BSD):
+        return *super().output(x_BSD)[:2], self.c.logit_cap
+
+
+class Block(decoder.Block):
+    c: Config
+
+    def __init__(self, c: Config, rngs: nnx.Rngs):
+        super().__init__(c, rngs)
+        self.post_attention_norm = shd.param(
+            rngs, (c.model_dim,), axes="norm", fill=c.neutral_scale()
+        )
+        self.post_mlp_norm = shd.param(rngs, (c.model_dim,), axes="norm", fill=c.neutral_scale())
+        if c.qk_norm:
+            self.add_qk_norm(rngs)
+
+
+def block(x_BSD, weights: Block, shared, execution: Execution, *, is_local: bool):
+    """One layer: (x, no aux)."""
+    c = weights.c
+    added_BSD = weights.attend(
+        x_BSD,
+        cos_sin=shared["local" if is_local else "global"],
+        documents=shared["documents"],
+        execution=execution,
+        scale=(c.query_scale or c.head_dim()) ** -0.5,
+        window=c.window if is_local else None,
+        cap=c.score_cap,
+    )
+    x_BSD = x_BSD + decoder.normed(added_BSD, weights.post_attention_norm, c=c)
+    x_BSD = checkpoint_name(x_BSD, "residual")
+    added_BSD = weights.feed_forward(x_BSD, execution=execution, activation=geglu)
+    return x_BSD + decoder.normed(added_BSD, weights.post_mlp_norm, c=c), {}
+
+
+# As Hugging Face has it.
+
+FAMILIES = ("gemma2", "gemma3_text")
+
+
+def from_hugging_face(hf: Mapping[str, Any]) -> Config:
+    """The model that a config.json describes; of Gemma 3 the part that reads text.
+
+    Raises ValueError for another family, and for a setting that ours does not have.
+    """
+    family = hf["model_type"]
+    if family not in FAMILIES:
+        raise ValueError(f"model_type={family!r}: it must be one of {', '.join(FAMILIES)}")
+    hugging_face.require(hf, hidden_activation="gelu_pytorch_tanh", attention_bias=False)
+    ropes = hf["rope_parameters"]
+    whole, local = (ropes.get(f"{kind}_attention", ropes) for kind in ("full", "sliding"))
+    if (kind := whole["rope_type"]) not in ("default", "linear"):
+        raise ValueError(f"rope_type={kind!r}: it must be 'default' or 'linear'")
+    return Config(
+        **hugging_face.sizes(hf),
+        tie_embeddings=hf.get("tie_word_embeddings", True),
+        window=hf["sliding_window"],
+        global_every=_global_every(hf),
+        rope_theta=whole["rope_theta"],
+        rope_factor=whole.get("factor", 1.0),
+        local_rope_theta=local["rope_theta"],
+        query_scale=hf["query_pre_attn_scalar"],
+        qk_norm=family == "gemma3_text",
+        score_cap=hf.get("attn_logit_softcapping"),
+        logit_cap=hf.get("final_logit_softcapping"),
+    )
+
+
+def _global_every(hf: Mapping[str, Any]) -> int:
+    """Every how many layers attention is global. Raises ValueError if there is no such rhythm."""
+    kinds = hf["layer_types"]
+    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    wanted = [
+        "sliding_attention" if number % every else "full_attention"
+        for number in range(1, len(kinds) + 1)
+    ]
+    if kinds != wanted:
+        raise ValueError(f"layer_types={kinds!r}: every {every}th must be 'full_attention'")
+    return every
+
+
+def hugging_face_names(c: Config) -> tuple[hugging_face.Tensor, ...]:
+    """Every tensor of the model; a tied head has none of its own."""
+    norms = {
+        "input_layernorm.weight": "attention_norm",
+        "post_attention_layernorm.weight": "post_attention_norm",
+        "pre_feedforward_layernorm.weight": "mlp_norm",
+        "post_feedforward_layernorm.weight": "post_mlp_norm",
+    }
+    tensors = hugging_face.decoder_names(c, norms=norms)
+    return (*tensors, *hugging_face.qk_norm_names(c)) if c.qk_norm else tensors

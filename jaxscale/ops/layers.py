@@ -1,0 +1,250 @@
+"""Running a stack of layers: the loop over them, and what the backward pass finds saved.
+
+The names of saved tensors are put on by the blocks (`checkpoint_name`) and by the forward rules of
+attention kernels. An attention kernel whose output *and* statistics are saved is not run again in
+the backward pass; saving the output alone would repeat it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxscale import sharding as shd
+from jaxscale.config import Remat
+from jaxscale.ops.documents import Documents
+from jaxscale.ops.execution import Execution
+from jaxscale.ops.linear import GATHERED
+
+ATTENTION = ("attention_out", "attention_lse")
+
+# What each policy keeps of a layer besides its input; docs/decisions.md has the memory of each.
+SAVED: dict[Remat, tuple[str, ...]] = {
+    Remat.FULL: (),
+    Remat.ATTENTION: ATTENTION,
+    Remat.ATTENTION_MLP: (*ATTENTION, "gate_up"),
+    Remat.GEMMS: (*ATTENTION, "qkv", "residual", "gate_up"),
+}
+# Before compile/fit.py has chosen, and in evaluations, which save nothing.
+SAVED[Remat.AUTO] = SAVED[Remat.GEMMS]
+
+# (x, weights of one layer, what the stack shares, execution) -> (x, aux)
+Block = Callable[[Any, Any, Any, Execution], tuple[Any, dict]]
+
+# The leading axis of stacked weights.
+LAYERS = "layers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Layers that run one after the other; their weights have the same shapes.
+
+    weights: a module or tree whose arrays have a leading axis for the layers (`stack_layers`).
+    blocks: what a layer computes; several take turns (local, local, global, local, ...).
+    share: of the documents, what all layers read, computed once: positions as angles, say.
+    """
+
+    weights: Any
+    blocks: tuple[Block, ...]
+    share: Callable[[Documents], Any] = lambda documents: documents
+
+    @property
+    def num_layers(self) -> int:
+        return jax.tree.leaves(self.weights)[0].shape[0]
+
+
+def stack_layers(make: Callable[[jax.Array], Any], keys: jax.Array):
+    """The modules `make(key)`, stacked along a first axis whose logical name is LAYERS."""
+    stacked = jax.vmap(make)(keys)
+    return _map_axes(lambda axes: (LAYERS, *axes), stacked)
+
+
+def _map_axes(function: Callable[[tuple[str, ...]], tuple[str, ...]], module):
+    def renamed(box):
+        axes = shd.axes_of(box)
+        return box if axes is None else box.replace(axes=function(axes))
+
+    return jax.tree.map(renamed, module, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Parted:
+    """A stack's weight that is whole, and whose gradient is that of a part of it (ZeRO-2).
+
+    part: the weight split further, as its gradient is to be; nobody reads its values.
+    """
+
+    whole: Any
+    part: Any
+
+
+def run_layers(stack: Stack, x, *, documents: Documents, execution: Execution):
+    """x after every layer of the stack, and the layers' aux, stacked along a first axis.
+
+    Where the layers are unrolled, XLA puts most weight gradients off to the end of the backward
+    pass, and what was recomputed for them lives until then. With a policy that is there for its
+    memory, the pass therefore waits for the weight gradients of the layer LAYERS_AHEAD before: 32
+    layers of 8B take 28.9 GiB instead of 61.4 with `attention` (compiled for 8 H100, 2 rows of 8192
+    tokens each).
+    """
+    shared, num_layers = stack.share(documents), stack.num_layers
+    is_lean = _is_lean(execution, num_layers)
+    layers = [
+        _remat(_layer(block, execution), execution=execution, is_lean=is_lean)
+        for block in stack.blocks
+    ]
+    num_turns, num_left = divmod(num_layers, len(layers))
+    if is_lean or (len(layers) > 1 and execution.scan_unroll >= num_layers):
+        return _run_unrolled(layers, x, weights=stack.weights, shared=shared, is_lean=is_lean)
+    if len(layers) == 1:
+        return jax.lax.scan(
+            lambda x, weights: layers[0](x, weights, shared),
+            x,
+            stack.weights,
+            unroll=min(execution.scan_unroll, num_layers),
+        )
+
+    def turn(x, weights):
+        return _run_unrolled(layers, x, weights=weights, shared=shared, is_lean=False)
+
+    whole = jax.tree.map(lambda leaf: _in_turns(leaf, num_turns, length=len(layers)), stack.weights)
+    unroll = max(1, min(execution.scan_unroll // len(layers), num_turns))
+    x, aux = jax.lax.scan(turn, x, whole, unroll=unroll)
+    aux = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), aux)
+    if num_left:
+        left = jax.tree.map(lambda leaf: leaf[num_layers - num_left :], stack.weights)
+        x, more = _run_unrolled(layers, x, weights=left, shared=shared, is_lean=False)
+        aux = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), aux, more)
+    return x, aux
+
+
+def _layer(block: Block, execution: Execution):
+    def layer(x, weights, shared):
+        weights = _map_axes(lambda axes: axes[1:], weights)
+        weights = jax.tree.map(
+            lambda leaf: _landed(leaf, execution) if isinstance(leaf, Parted) else leaf,
+            weights,
+            is_leaf=lambda leaf: isinstance(leaf, Parted),
+        )
+        return block(x, weights, shared, execution)
+
+    return layer
+
+
+def _in_turns(leaf, num_turns: int, *, length: int):
+    """[L, ...] as [turns, length of a turn, ...], without the layers that are left over."""
+    leaf = leaf[: num_turns * length]
+    shape = (num_turns, length, *leaf.shape[1:])
+    sharding = jax.typeof(leaf).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return leaf.reshape(shape)
+    spec = sharding.spec
+    return jax.lax.reshape(
+        leaf, shape, out_sharding=P(None, *spec.partitions, reduced=spec.reduced)
+    )
+
+
+def _landed(parted: Parted, execution: Execution):
+    """The whole weight; its gradient is the part's, reduce-scattered to where that is."""
+    whole, part = parted.whole, parted.part
+    part_spec, whole_spec = (jax.typeof(leaf).sharding.spec for leaf in (part, whole))
+    tokens = shd.mesh_axes("batch seq")
+
+    @jax.custom_vjp
+    def land(part, whole):
+        # Only products read it, so that its gradient can stay each device's own sum until here.
+        narrow = whole.astype(execution.gradient_dtype)
+        return jax.sharding.reshard(narrow, P(*whole_spec.partitions, reduced=set(tokens)))
+
+    def backward(_, grad):
+        left = set(tokens) - set(jax.tree.leaves(tuple(part_spec.partitions)))
+        grad = jax.sharding.reshard(grad, P(*part_spec.partitions, unreduced=left))
+        return jax.sharding.reshard(grad, part_spec).astype(part.dtype), None
+
+    land.defvjp(lambda part, whole: (land(part, whole), None), backward)
+    return land(part, whole)
+
+
+# What is saved.
+
+
+def _remat(layer, *, execution: Execution, is_lean: bool):
+    """`layer` under `jax.checkpoint` with the run's policy; as it is for NONE, which saves all."""
+    if execution.remat == Remat.NONE:
+        return layer
+    names = (*SAVED[execution.remat], *((GATHERED,) if execution.keep_gathered else ()))
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    # prevent_cse: inside a scan XLA cannot undo the recomputation, and its barriers cost fusions.
+    # Without a loop it does undo it, and a lean policy would save nothing. `gemms` is for speed and
+    # keeps what XLA makes of it.
+    return jax.checkpoint(layer, policy=policy, prevent_cse=is_lean)
+
+
+def _is_lean(execution: Execution, num_layers: int) -> bool:
+    """Whether there is no loop, and the policy is there for its memory."""
+    lean = (Remat.FULL, Remat.ATTENTION, Remat.ATTENTION_MLP)
+    return execution.scan_unroll >= num_layers and execution.remat in lean
+
+
+# Layers that the backward pass may be ahead of its weight gradients. With 1, half of the
+# reduce-scatters have nothing to hide behind; with 2, each has 16 ms (Llama 3 8B, 8 H100).
+LAYERS_AHEAD = 2
+
+
+def _run_unrolled(layers, x, *, weights, shared, is_lean: bool):
+    leaves, treedef = jax.tree.flatten(weights)
+    of_layers = [list(leaf) for leaf in zip(*map(_unstack, leaves), strict=True)]
+    tied = _tied_leaves(weights) if is_lean else []
+    all_aux = []
+    for number, mine in enumerate(of_layers):
+        if tied and number + LAYERS_AHEAD < len(of_layers):
+            later = of_layers[number + LAYERS_AHEAD]
+            x, matrices = _tie(x, [later[i] for i in tied])
+            for i, matrix in zip(tied, matrices, strict=True):
+                later[i] = matrix
+        x, aux = layers[number % len(layers)](x, jax.tree.unflatten(treedef, mine), shared)
+        all_aux.append(aux)
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_aux)
+
+
+def _tied_leaves(weights) -> list[int]:
+    """The numbers of the leaves whose gradients the backward pass waits for: those of matrices.
+
+    Vectors' gradients are sums over all devices, better done together: 2 all-reduces instead of 12.
+    """
+    parted = jax.tree.map(
+        lambda leaf: Parted(False, True) if isinstance(leaf, Parted) else leaf.ndim > 2,
+        weights,
+        is_leaf=lambda leaf: isinstance(leaf, Parted),
+    )
+    return [i for i, is_tied in enumerate(jax.tree.leaves(parted)) if is_tied]
+
+
+@jax.custom_vjp
+def _tie(x, weights):
+    """As they are; x's gradient goes on once there are those of the weights."""
+    return x, weights
+
+
+_tie.defvjp(
+    lambda x, weights: ((x, weights), None),
+    lambda _, gradients: jax.lax.optimization_barrier(gradients),
+)
+
+
+@jax.custom_vjp
+def _unstack(leaf):
+    """The parts along the first axis; their gradients are stacked in one operation.
+
+    Those of slices would be a sum of padded arrays.
+    """
+    return tuple(leaf[i] for i in range(leaf.shape[0]))
+
+
+_unstack.defvjp(lambda leaf: (_unstack(leaf), None), lambda _, gradients: (jnp.stack(gradients),))

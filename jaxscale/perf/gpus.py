@@ -1,0 +1,32 @@
+"""This machine's GPUs as nvidia-smi tells of them, without touching them."""
+
+import os
+
+from jaxscale.perf.processes import output_of
+
+
+def gpu_names() -> list[str]:
+    """Of the GPUs that a run here would see; none where JAX is told to use the CPU."""
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return []
+    names = _query("name")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return names
+    return names[: len([part for part in visible.split(",") if part.strip()])]
+
+
+def used_memory_gib() -> float | None:
+    """Of the fullest GPU; None if nvidia-smi does not say."""
+    used = [float(number) for number in _query("memory.used") if number.replace(".", "").isdigit()]
+    return max(used) / 1024 if used else None
+
+
+def driver_version() -> str | None:
+    """None where there is no driver."""
+    return next(iter(_query("driver_version")), None)
+
+
+def _query(field: str) -> list[str]:
+    answer = output_of("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits")
+    return answer.splitlines()

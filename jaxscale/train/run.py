@@ -1,0 +1,228 @@
+"""What a run needs, opened in the order in which it can be refused, and closed at its end."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import re
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import jax
+
+from jaxscale import config as run_config
+from jaxscale import distributed
+from jaxscale import sharding as shd
+from jaxscale.checkpoint.checkpointer import Checkpointer
+from jaxscale.compile.fit import CompiledUpdate, compile_to_fit
+from jaxscale.config import Config
+from jaxscale.data.batch import Batch
+from jaxscale.data.loader import Corpus, open_dataset
+from jaxscale.step.feed import device_batches
+from jaxscale.step.plan import Plan, plan_of_run
+from jaxscale.step.state import TrainState, from_flat, init_state, to_flat
+from jaxscale.step.update import update
+from jaxscale.train.evaluate import make_evaluate
+from jaxscale.train.recorder import Recorder
+from jaxscale.train.sample import sample_text
+from jaxscale.train.stop import interrupts
+from jaxscale.train.workdir import check_same_run, check_workdir, only_run, write_config
+from jaxscale.xla import options
+from jaxscale.xla.cache import enable_compilation_cache
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
+    """Yields the run, with its mesh and rules in use and its update compiled.
+
+    Raises ValueError for a mistake of the user's: before devices are touched wherever that is
+    possible, and before there is a state where the update cannot fit.
+    """
+    run_config.validate(config)
+    check_workdir(workdir, config)
+    corpus = open_dataset(
+        config.data,
+        seed=config.seed,
+        seq_len=config.seq_len,
+        vocab_size=config.model.vocab_size,
+    )
+    # Asking who leads touches the devices, so a process that is alone is not asked.
+    leads = not jax.distributed.is_initialized() or distributed.is_lead()
+    keep = dict(keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every)
+    with (
+        only_run(workdir) if leads else contextlib.nullcontext(),
+        Checkpointer(workdir / "checkpoints", **keep) as checkpoints,
+    ):
+        latest = _check_latest(config, workdir, checkpoints=checkpoints, corpus=corpus)
+        enable_compilation_cache()
+        plan = plan_of_run(config, corpus=corpus)
+        log.info(describe(plan, corpus))
+        platform = plan.mesh.devices.flat[0].platform
+        if settings := options.describe(plan.compiler_options, config, platform=platform):
+            log.info(settings)
+        with shd.use(plan.mesh, plan.rules), interrupts() as interrupted:
+            stops = distributed.any_process(interrupted)
+            run = Run(config, plan, corpus, checkpoints, workdir, command, stops)
+            if (latest or 0) < config.steps:
+                run.compile()
+            if leads:
+                write_config(workdir, config)
+            yield run
+
+
+def _check_latest(config: Config, workdir: Path, *, checkpoints, corpus: Corpus) -> int | None:
+    """The newest step that is saved. Raises ValueError if it is not of this run."""
+    latest = checkpoints.latest_step()
+    if latest is None:
+        return None
+    saved = checkpoints.metadata(latest)
+    corpus.check_same(saved["data"])
+    check_same_run(workdir, config, saved=saved["config"])
+    if not config.checkpoint.enabled:
+        raise ValueError(
+            f"config.checkpoint.enabled=False, and --workdir={workdir} holds step {latest}: choose "
+            f"another --workdir, or leave checkpoints on to continue"
+        )
+    return latest
+
+
+@dataclasses.dataclass
+class Run:
+    """The parts of a run, and what the loop asks of them.
+
+    config: as the user wrote it; the plan's has what the data adds. stops: whether any process was
+    told to stop.
+    """
+
+    config: Config
+    plan: Plan
+    corpus: Corpus
+    checkpoints: Checkpointer
+    workdir: Path
+    command: str
+    stops: Callable[[], bool]
+
+    @functools.cached_property
+    def update(self) -> CompiledUpdate:
+        """`step.update.update`, compiled. Raises ValueError if it does not fit the memory."""
+        return compile_to_fit(update, self.plan)
+
+    def compile(self) -> None:
+        """Compiles the update now: what cannot fit is refused while nothing is allocated."""
+        _ = self.update
+
+    @functools.cached_property
+    def evaluate(self) -> Callable[[TrainState], float]:
+        """The mean loss over the first config.evaluation.batches held-out batches."""
+        return make_evaluate(self.plan, self.corpus)
+
+    def restore_or_init(self) -> tuple[TrainState, int]:
+        """The newest sound state and its step, else the first."""
+        restored = self.checkpoints.restore(to_flat(self.plan.state))
+        if restored is None:
+            return init_state(self.plan), 0
+        step, flat, _ = restored
+        log.info("continuing from the checkpoint of step %d", step)
+        return from_flat(self.plan.state, flat), step
+
+    def recorder(self, first_step: int) -> Recorder:
+        """The update's facts go on record with the first step."""
+        if first_step < self.config.steps:
+            self.compile()  # the newest checkpoint may be damaged, and an earlier one was taken
+            facts = self.update.facts()
+        else:
+            facts = {}
+        return Recorder(self.config, self.workdir, first_step=first_step, facts=facts)
+
+    def batches(self, start: int) -> contextlib.closing[Generator[Batch, None, None]]:
+        """The training batches from `start` on, on the devices."""
+        return contextlib.closing(device_batches(self.plan, self.corpus.train, start=start))
+
+    def is_due(self, every: int, step: int) -> bool:
+        """True every so many steps (0: never), but not at the last, which has its own."""
+        return every > 0 and step % every == 0 and step < self.config.steps
+
+    def save(self, step: int, state: TrainState, *, record: Recorder) -> None:
+        """Starts saving; nothing with config.checkpoint.enabled=False."""
+        if not self.config.checkpoint.enabled:
+            return
+        # The position in the data is the step itself: batch n is a function of (seed, n).
+        metadata = {
+            "config": run_config.to_json(self.config),
+            "data": self.corpus.description,
+            "jax": jax.__version__,
+        }
+        self.checkpoints.save(step, to_flat(state), metadata=metadata)
+        record.saved_step = step
+
+    def sample(self, state: TrainState) -> str | None:
+        """Text from the model; None without a tokenizer, or with config.sample.tokens=0."""
+        if not self.config.sample.tokens or self.corpus.tokenizer is None:
+            return None
+        text = sample_text(self.plan, state, tokenizer=self.corpus.tokenizer)
+        log.info("sample (temperature %g):\n%s", self.config.sample.temperature, text)
+        return text
+
+    # What it tells.
+
+    def tell_start(self, step: int, loss: float) -> None:
+        """The held-out loss beside the unigram entropy."""
+        entropy = self._entropy
+        log.info(
+            "held-out loss at step %d: %.4f nats/token (unigram entropy %.4f)", step, loss, entropy
+        )
+        if step >= self.config.steps:
+            log.info(
+                "nothing to train: step %d is done, and config.steps=%d", step, self.config.steps
+            )
+
+    @functools.cached_property
+    def _entropy(self) -> float:
+        return self.corpus.unigram_entropy()
+
+    def tell_losses(self, first_step: int, step: int, *, losses: tuple[float, float]) -> None:
+        """The held-out loss before and after."""
+        before, after = losses
+        log.info(
+            f"held-out loss: {before:.4f} before (step {first_step}), {after:.4f} after "
+            f"(step {step}) nats/token; unigram entropy {self._entropy:.4f}"
+        )
+
+    def tell_stop(self, step: int) -> None:
+        """Where it stopped, once that is saved, and how to go on."""
+        self.checkpoints.wait()
+        if not self.config.checkpoint.enabled:
+            fate = "not saved (config.checkpoint.enabled=False); start again with"
+        else:
+            fate = "and saved; continue with" if step else "before the first; start again with"
+        log.info("stopped at step %d of %d %s: %s", step, self.config.steps, fate, self.command)
+
+    def tell_end(self, step: int) -> None:
+        """Where everything is, once all is saved, and how to train on."""
+        self.checkpoints.wait()
+        config = self.config
+        files = ["config.json", "metrics.jsonl"]
+        files += ["checkpoints/"] * config.checkpoint.enabled
+        files += ["tensorboard/"] * config.log.tensorboard
+        total = "" if step > config.steps else f" of {config.steps}"
+        text = f"done: step {step}{total}. In {self.workdir}: {', '.join(files)}"
+        if config.checkpoint.enabled:
+            command = re.sub(r" --config\.steps[= ]\d+", "", self.command)
+            text += f"\ntrain on with: {command} --config.steps={2 * step}"
+        log.info(text)
+
+
+def describe(plan: Plan, corpus: Corpus) -> str:
+    """The run in a few lines: model, data, mesh, memory of the state."""
+    config, data = plan.config, corpus.description
+    axes = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items() if size > 1)
+    zero = f", ZeRO-{config.mesh.zero}" if plan.mesh.shape["fsdp"] > 1 else ""
+    table = shd.explain(plan.state.params, mesh=plan.mesh, rules=plan.rules)
+    return (
+        f"model: {config.model.num_params() / 1e6:,.1f} M parameters; "
+        f"data: {data['num_tokens']:,} tokens in {data['num_documents']:,} documents; "
+        f"mesh: {axes or 'one device'} ({config.mesh.axis_types}{zero}); "
+        f"{config.steps:,} steps of {config.batch_size} x {config.seq_len} tokens\n{table}"
+    )

@@ -1,0 +1,123 @@
+"""The environment that JAX and XLA read once, when the first device is used.
+
+A user sets options of all programs with XLA_FLAGS; they win over those that jaxscale sets.
+"""
+
+import dataclasses
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from jaxscale.xla import jaxlib
+
+# The share of a GPU's memory that JAX takes.
+MEMORY_FRACTION = "0.92"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """An environment variable that must be set before JAX starts; the user's value stays."""
+
+    name: str
+    value: str
+    default: str
+    why: str
+
+
+VARIABLES = (
+    Variable(
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        MEMORY_FRACTION,
+        default="0.75",
+        why="the share of a GPU's memory that JAX takes; NCCL, cuDNN and the CUDA context need "
+        "3 to 5 GB on H100",
+    ),
+    Variable(
+        "NCCL_NVLS_ENABLE",
+        "0",
+        default="on where the hardware has it",
+        why="no NVLink multicast: some shared machines forbid it, and no gain has been measured",
+    ),
+    Variable(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "1",
+        default="8",
+        why="launches start in the order in which they were issued: a matrix product that was "
+        "issued after a collective does not take all multiprocessors before it; 0.6% of the step "
+        "(Llama-3-8B, 4 x H200, jax 0.11.2)",
+    ),
+)
+
+
+def set_environment() -> None:
+    """Sets VARIABLES, and takes out of XLA_FLAGS what jaxlib would abort on.
+
+    Call before any device is used. An unknown flag ends the process at XLA's start, in C++, so an
+    old recipe in a job script would kill the run. What jaxlib says to XLA_FLAGS is asked in a
+    process of its own (0.3 s, and only if there are any). Raises ValueError for a flag's value that
+    XLA cannot read.
+    """
+    for variable in VARIABLES:
+        os.environ.setdefault(variable.name, variable.value)
+    # XLA takes anything else than flags for the name of a file that holds them.
+    if (flags := os.environ.get("XLA_FLAGS", "")).lstrip().startswith("--"):
+        os.environ["XLA_FLAGS"] = _without_unknown(flags)
+
+
+def has_flag(name: str) -> bool:
+    """Whether XLA_FLAGS set this option; a bool that is true needs no value there."""
+    return bool(re.search(rf"(?<!\S)--{name}(?!\w)", os.environ.get("XLA_FLAGS", "")))
+
+
+def lines(platform: str) -> Iterator[str]:
+    """What differs from the defaults of JAX and XLA, a line each: value, default, why."""
+    for variable in VARIABLES if platform == "gpu" else ():
+        name, value = variable.name, os.environ.get(variable.name)
+        if value == variable.value:
+            yield f"environment: {name}={value} (default: {variable.default}): {variable.why}"
+        elif value is not None:
+            yield (
+                f"environment: {name}={value}, set by the user; without, {variable.value}: "
+                f"{variable.why}"
+            )
+    if flags := os.environ.get("XLA_FLAGS", "").strip():
+        yield f"environment: XLA_FLAGS={flags}, set by the user"
+
+
+def _without_unknown(flags: str) -> str:
+    """XLA_FLAGS without those that the installed jaxlib has not, each named in the log."""
+    said = _said_to(flags)
+    if wrong := re.search(r"Couldn't interpret value (.*) for flag (\w+)", said):
+        raise ValueError(
+            f"XLA_FLAGS: {wrong[1]!r} is not a value of --{wrong[2]}; correct it or take it out"
+        )
+    unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", said)
+    for name in re.findall(r"(?<!\S)--(\w+)", unknown[1]) if unknown else ():
+        flags = re.sub(rf"""(?<!\S)--{name}(=("[^"]*"|'[^']*'|\S*))?(?!\S)""", "", flags)
+        jaxlib.say_once(
+            f"XLA_FLAGS: {jaxlib.installed()} has no --{name}=...; it is ignored{jaxlib.hint(name)}"
+        )
+    return flags.strip()
+
+
+# Without a core file of the process that aborts.
+_READ_FLAGS = """
+import resource
+from jaxlib import xla_client
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+xla_client.CompileOptions()
+"""
+
+
+@functools.cache
+def _said_to(flags: str) -> str:
+    """What jaxlib writes when it reads these XLA_FLAGS; it aborts if it does not like them."""
+    environment = os.environ | {"XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "0"}
+    # -P: nothing of the current folder is imported.
+    return subprocess.run(
+        [sys.executable, "-P", "-c", _READ_FLAGS], env=environment, capture_output=True, text=True
+    ).stderr

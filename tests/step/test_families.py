@@ -1,0 +1,48 @@
+"""Every family trains on a mesh as on one device: packed rows, microbatches and all."""
+
+import pkgutil
+from typing import Any
+
+import pytest
+
+from jaxscale import models
+from jaxscale.models import gemma, llama
+from tests.step.alike import assert_trains_like
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=257, model_dim=64, num_heads=8, num_kv_heads=2, mlp_dim=96, head_size=16
+)
+MODELS = {
+    "llama 3, tied": llama.Config(**SIZES, num_layers=2, tie_embeddings=True),
+    "qwen 2": llama.Config(**SIZES, num_layers=2, qkv_bias=True),
+    "mistral": llama.Config(**SIZES, num_layers=2, window=5),
+    "gemma 2": gemma.Config(
+        **SIZES, num_layers=3, global_every=2, window=5, qk_norm=False, score_cap=5.0, logit_cap=3.0
+    ),
+    "gemma 3": gemma.Config(**SIZES, num_layers=4, global_every=3, window=5, query_scale=24.0),
+}
+# The second and third have more tensor devices than key heads.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "hsdp tp sp": dict(data=2, fsdp=2, tensor=2),
+    "zero2 tp4": dict(fsdp=2, tensor=4, zero=2, grad_accumulation=2),
+    "zero1 tp4 auto": dict(fsdp=2, tensor=4, zero=1, axis_types="auto"),
+}
+
+
+def test_every_family_is_here():
+    names = {name for _, name, _ in pkgutil.iter_modules(models.__path__)}
+    here = {type(config).__module__.rpartition(".")[2] for config in MODELS.values()}
+    assert here == names - {"decoder", "hugging_face"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_family_trains_on_a_mesh_as_on_one_device(run, model, layout):
+    alone = run(1, model=MODELS[model])
+    assert_trains_like(run(8, model=MODELS[model], **LAYOUTS[layout]), alone)
+
+
+def test_layers_that_take_turns_train_the_same_unrolled(run):
+    model = MODELS["gemma 3"]
+    here = run(8, model=model, fsdp=8, scan_unroll=4, remat="attention")
+    assert_trains_like(here, run(1, model=model))

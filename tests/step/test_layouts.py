@@ -1,0 +1,87 @@
+"""A layout never changes the mathematics."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxscale.ops.layers import LAYERS_AHEAD
+from tests.step.alike import LOSS_RTOL, assert_trains_like
+
+# Name -> devices, mesh and batch settings. DP, ZeRO-1 to 3, HSDP, TP, SP and products, with more
+# devices than key heads (tensor=4 and 8 over 2) and a vocabulary that no axis divides (257).
+LAYOUTS = {
+    "dp8": dict(data=8, fsdp=1),
+    "dp8 accumulated": dict(data=8, fsdp=1, grad_accumulation=2),
+    "zero1": dict(fsdp=8, zero=1),
+    "zero2": dict(fsdp=8, zero=2),
+    "zero3": dict(fsdp=8),
+    "zero3 on 2": dict(num_devices=2, fsdp=2),
+    "zero3 on 4 accumulated": dict(num_devices=4, fsdp=4, grad_accumulation=4),
+    "hsdp zero1": dict(data=2, fsdp=4, zero=1),
+    "hsdp zero2": dict(data=4, fsdp=2, zero=2),
+    "hsdp zero3": dict(data=2, fsdp=4),
+    "tp2": dict(num_devices=2, fsdp=1, tensor=2, sequence_parallel=False),
+    "tp8 over 2 key heads": dict(fsdp=1, tensor=8, sequence_parallel=False),
+    "tp2 sp": dict(num_devices=2, fsdp=1, tensor=2),
+    "tp4 sp over 2 key heads": dict(fsdp=2, tensor=4),
+    "tp8 sp over 2 key heads": dict(fsdp=1, tensor=8),
+    "dp tp": dict(data=4, fsdp=1, tensor=2, sequence_parallel=False),
+    "fsdp tp sp": dict(fsdp=4, tensor=2),
+    "hsdp tp sp accumulated": dict(data=2, fsdp=2, tensor=2, grad_accumulation=2),
+    "hsdp tp sp zero1": dict(data=2, fsdp=2, tensor=2, zero=1),
+    "hsdp tp sp zero2": dict(data=2, fsdp=2, tensor=2, zero=2),
+}
+
+
+@pytest.mark.parametrize("axis_types", ["explicit", "auto"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_starts_the_same_and_trains_the_same_as_one_device(run, layout, axis_types):
+    alone, here = run(1), run(**LAYOUTS[layout], axis_types=axis_types)
+    for name, value in alone.initial.items():
+        np.testing.assert_array_equal(here.initial[name], value, err_msg=name)
+    for mine, theirs in zip(here.first_batch, alone.first_batch, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert_trains_like(here, alone)
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "attention", "attention_mlp", "gemms"])
+def test_a_remat_policy_changes_no_loss(run, remat):
+    np.testing.assert_allclose(run(8, fsdp=8, remat=remat).losses, run(1).losses, rtol=LOSS_RTOL)
+
+
+def test_unrolling_the_layer_scan_changes_no_loss(run):
+    np.testing.assert_allclose(run(8, fsdp=8, scan_unroll=2).losses, run(1).losses, rtol=LOSS_RTOL)
+
+
+# Unrolled and lean, the backward pass is held back by the weight gradients of the layer
+# LAYERS_AHEAD before.
+UNROLLED: dict[str, dict[str, Any]] = {
+    "one device": dict(num_devices=1, remat="attention"),
+    "full": dict(fsdp=8, remat="full"),
+    "attention": dict(fsdp=8, remat="attention"),
+    "attention auto": dict(fsdp=8, remat="attention", axis_types="auto"),
+    "attention_mlp, weights kept": dict(fsdp=8, remat="attention_mlp", reshard_after_forward=False),
+    "zero2": dict(fsdp=8, remat="attention", zero=2),
+    "hsdp tp sp accumulated": dict(
+        data=2, fsdp=2, tensor=2, grad_accumulation=2, remat="attention_mlp"
+    ),
+    "tp4 sp over 2 key heads auto": dict(fsdp=2, tensor=4, remat="attention", axis_types="auto"),
+}
+
+
+@pytest.mark.parametrize("layout", UNROLLED)
+def test_unrolled_lean_layers_train_the_same_as_a_scan_of_them(run, layout):
+    num_layers = LAYERS_AHEAD + 2
+    here = run(**UNROLLED[layout], num_layers=num_layers, scan_unroll=num_layers)
+    assert_trains_like(here, run(1, num_layers=num_layers))
+
+
+def test_bfloat16_trains_like_float32(run):
+    # bfloat16 has 8 bits: products round at 4e-3, and the loss averages 500 tokens of it.
+    np.testing.assert_allclose(run(8, fsdp=8, dtype="bfloat16").losses, run(1).losses, rtol=2e-3)
+
+
+def test_the_loss_falls(run):
+    losses = run(1).losses
+    assert losses[-1] < losses[0]

@@ -418,7 +418,8 @@ def gather(
     summed_over: the mesh axes that split the tokens which the array meets. Named, a gradient stays
     each device's own sum until it is reduce-scattered along `over`, and the shares alone are summed
     over the rest (HSDP); else XLA sums whole gradients over all devices inside a scan. Such an
-    array may be read by products (`einsum`) alone. Explicit axes only.
+    array may be read by products (`einsum`) alone. No effect on Auto axes, nor
+    where others are manual.
     """
 
     def gather_leaf(path, leaf, *, box):
@@ -436,7 +437,8 @@ def gather(
         spec = jax.typeof(leaf).sharding.spec
         whole, split = _without(spec, over), _split_axes(spec)
         rest = _minus(summed_over, split)
-        if set(split) & set(over) and _size(rest) > 1:
+        # jax has no such gradients where some axes are manual (0.10.2 and 0.11.2): XLA sums there.
+        if set(split) & set(over) and _size(rest) > 1 and not _manual_axes():
             # Its transpose, read backwards: reduce-scatter over `over`, then sum the shares.
             leaf = jax.sharding.reshard(leaf, PartitionSpec(*spec.partitions, reduced=set(rest)))
             left = _minus(summed_over, _split_axes(whole))

@@ -242,6 +242,14 @@ ON_DEVICES = {
         "config.xla_options",
         "'high' is not a valid int32 value",
     ),
+    "--config.frozen=nowhere": (
+        "config.frozen: no parameter has 'nowhere' in its path; there are",
+        "layers.qkv",
+    ),
+    "--config.frozen=layers --config.frozen=norm --config.frozen=embed --config.frozen=head": (
+        "config.frozen=('layers', 'norm', 'embed', 'head') leaves no parameter to train",
+        "name fewer of them",
+    ),
     "--config.mesh.fsdp=3": (
         "config.mesh (fsdp=3) needs 3 devices and 8 are here",
         "set one axis to -1",

@@ -30,6 +30,7 @@ SHAPES = {
     "grouped heads": (2, 256, 8, 2, 64, 5, 0, None),
     "head size 128 and padding": (2, 256, 4, 2, 128, 8, 30, None),
     "window": (2, 256, 8, 2, 64, 3, 17, 32),
+    "head size 256 and window": (2, 256, 4, 2, 256, 3, 0, 64),
     "window of 1": (1, 128, 2, 2, 64, 2, 0, 1),
 }
 MAX_DOCUMENTS = 8

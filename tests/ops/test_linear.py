@@ -77,7 +77,8 @@ def test_a_weights_gradient_in_float32_is_never_rounded(mesh, product):
 
 def test_in_bfloat16_it_is(mesh, product):
     weight, x = errors_of(product, *gradients_on(mesh, product, NARROW))
-    assert 1e-3 < weight < 1 and x < 1e-2
+    # A sum of 128 is off by up to 0.5, and so is each partial sum of a device.
+    assert 1e-3 < weight < 4 and x < 1e-2
 
 
 def test_without_a_mesh_it_is_the_same(product):

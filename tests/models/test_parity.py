@@ -74,3 +74,15 @@ def test_logits_equal_those_of_hugging_face_transformers(name):
     with jax.default_matmul_precision("highest"):
         actual = logits(load(config, tensors, weights), record["tokens"])
     np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_recorded_logits_are_those_of_the_transformers_that_is_here(name):
+    for package in ("torch", "transformers"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    record = json.loads((HERE / "golden" / f"{name}.json").read_text())
+    _, logits = make_golden.logits_of(record["config"], np.array(record["tokens"]))
+    with np.load(HERE / "golden" / f"{name}.npz") as arrays:
+        expected = arrays["logits"]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())

@@ -19,7 +19,7 @@ from jaxscale.data.tokenizer import Tokenizer
 from jaxscale.files import cache_folder
 
 # Part of the cache key: raise it when the same text and tokenizer give another store.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # The order of documents in a store is not the run's seed's business: one store serves every seed.
 ORDER_SEED = 0
 # One call of a tokenizer: enough for its threads to share, small enough to stay in memory.

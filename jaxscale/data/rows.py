@@ -40,15 +40,17 @@ class TokenRows:
     """The rows of one split of a token store.
 
     split: "train", or "eval": the last round(eval_fraction * num_documents) documents, at least
-        one. "train" is everything before them; with eval_fraction=0 it is everything.
+        one. Where they or the rest fill no row, the last round(eval_fraction * num_tokens) tokens,
+        at least a row, whose first document is cut in two. "train" is everything before; with
+        eval_fraction=0 it is everything.
     shuffle: False gives the rows in store order, the same in every epoch.
     max_documents_per_row: where a row has more, its tokens from the next document on are padding.
 
     num_rows: rows in an epoch. num_tokens: tokens in the split. dropped_tokens: tokens that became
     padding in the rows read so far (a loader reads ahead).
 
-    Raises ValueError if the split has no documents or less than one row of tokens, if the dtype
-    holds no integers, or if the first, last or one of 62 rows between them holds an id outside
+    Raises ValueError if there are less tokens than a row for each split, if the dtype holds no
+    integers, or if the first, last or one of 62 rows between them holds an id outside
     range(vocab_size).
     """
 
@@ -73,8 +75,7 @@ class TokenRows:
         self.dataset, self.split, self.seed, self.shuffle = dataset, split, seed, shuffle
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self.max_documents_per_row = max_documents_per_row
-        self.first_document, last = _split_bounds(dataset, split, eval_fraction=eval_fraction)
-        self._offsets = dataset.document_offsets[self.first_document : last + 1]
+        self._offsets = _split_offsets(dataset, split, eval_fraction=eval_fraction, seq_len=seq_len)
         self._begin, self._end = int(self._offsets[0]), int(self._offsets[-1])
         self.num_tokens = self._end - self._begin
         self.num_rows = self.num_tokens // seq_len
@@ -230,13 +231,10 @@ class TokenRows:
         raise AssertionError("no id out of range to report")
 
     def _too_short(self) -> str:
-        fix = "raise config.data.eval_fraction, " if self.split == "eval" else ""
         return (
             f"the {self.split} split of {self.dataset.name} has {self.num_documents} documents "
-            f"with {self.num_tokens} tokens, less than one row of seq_len={self.seq_len} "
-            f"(the store has {len(self.dataset.tokens)} tokens in "
-            f"{len(self.dataset.document_offsets) - 1} documents); "
-            f"{fix}lower seq_len, or add text"
+            f"with {self.num_tokens} tokens, less than one row of seq_len={self.seq_len}; "
+            "lower seq_len, or add text"
         )
 
 
@@ -271,19 +269,38 @@ def _count_within(counts: np.ndarray) -> np.ndarray:
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
 
 
-def _split_bounds(dataset: TokenStore, split: str, *, eval_fraction: float) -> tuple[int, int]:
-    """First document of the split and the one after its last."""
-    num_documents = len(dataset.document_offsets) - 1
-    num_eval = max(1, round(eval_fraction * num_documents)) if eval_fraction else 0
-    if eval_fraction and num_eval >= num_documents:
+def _split_offsets(
+    dataset: TokenStore, split: str, *, eval_fraction: float, seq_len: int
+) -> np.ndarray:
+    """The bounds of the split's documents, int64 [documents + 1], as in `document_offsets`."""
+    offsets = dataset.document_offsets
+    if not eval_fraction:
+        return offsets
+    num_documents, num_tokens = len(offsets) - 1, int(offsets[-1])
+    num_eval = max(1, round(eval_fraction * num_documents))
+    first = max(0, num_documents - num_eval)
+    if min(offsets[first], num_tokens - offsets[first]) >= seq_len:
+        return offsets[first:] if split == "eval" else offsets[: first + 1]
+    if num_tokens < 2 * seq_len:
         raise ValueError(
-            f"{dataset.name} has {num_documents} documents and "
-            f"config.data.eval_fraction={eval_fraction} holds out {num_eval}, leaving none to "
-            "train on; lower it, or add documents"
+            f"{dataset.name} has {num_tokens} tokens, less than two rows of seq_len={seq_len}, "
+            "one to train on and one to hold out; lower seq_len, or add text"
         )
-    if split == "eval":
-        return num_documents - num_eval, num_documents
-    return 0, num_documents - num_eval
+    num_eval_tokens = max(seq_len, round(eval_fraction * num_tokens))
+    cut = max(seq_len, num_tokens - num_eval_tokens)
+    if split == "train":
+        return np.append(offsets[offsets < cut], cut)
+    log.info(
+        "%s: the last %d of %d tokens are held out; the last %d of %d documents would leave less "
+        "than a row of seq_len=%d to one of the splits",
+        dataset.name,
+        num_tokens - cut,
+        num_tokens,
+        num_eval,
+        num_documents,
+        seq_len,
+    )
+    return np.append(cut, offsets[offsets > cut])
 
 
 def _check_split(split: str, eval_fraction: float) -> None:

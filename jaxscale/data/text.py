@@ -1,12 +1,16 @@
-"""Text on disk -> documents: plain files hold one each, JSONL and Parquet one a record."""
+"""Text on disk -> documents: plain files hold one each, JSONL and Parquet one a record.
+
+A plain file that is alone is cut into documents behind its blank lines.
+"""
 
 import glob
 import gzip
+import itertools
 import json
 import logging
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +24,12 @@ SUFFIXES = {
     ".bin": "indexed",
     ".idx": "indexed",
 }
+
+# A text that is alone stays one document if it would become fewer: of so many, 1% is one.
+LEAST_DOCUMENTS = 100
+# Its documents end here at the latest, with the line: what is cut into them is read piece by piece.
+MOST_DOCUMENT_BYTES = 2**20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 # (name, path) pairs. A name is relative to the folder asked for: a moved folder keeps its cache.
 Files = list[tuple[str, Path]]
@@ -65,8 +75,10 @@ def read_documents(path: str, files: Files, *, format: str, text_field: str) -> 
         read = _read_jsonl
     elif format == "parquet":
         read = _read_parquet
+    elif path == STDLIB:
+        read = _read_stdlib
     else:
-        read = _read_stdlib if path == STDLIB else _read_text
+        read = _read_text if len(files) > 1 else _read_lone_text
     for _, file in files:
         yield from read(file, text_field)
 
@@ -130,12 +142,47 @@ def _agreed(path: str, formats: dict[str, str]) -> str:
 
 def _read_text(file: Path, _: str) -> Iterator[str]:
     with _open(file) as opened:
-        content = opened.read()
+        yield _decode_text(opened.read(), file)
+
+
+def _read_lone_text(file: Path, _: str) -> Iterator[str]:
+    """Its documents, which together are the text."""
+    with _open(file) as opened:
+        pieces = _pieces(opened)
+        first = list(itertools.islice(pieces, LEAST_DOCUMENTS))
+        if len(first) < LEAST_DOCUMENTS:
+            first = [b"".join(first)]
+        start = 0
+        for piece in itertools.chain(first, pieces):
+            yield _decode_text(piece, file, start=start)
+            start += len(piece)
+
+
+def _pieces(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Each ends behind blank lines, or behind the line that makes it long enough."""
+    piece: list[bytes] = []
+    size, is_over = 0, False
+    for line in lines:
+        is_blank = line.isspace()
+        if (is_over and not is_blank) or size >= MOST_DOCUMENT_BYTES:
+            yield b"".join(piece)
+            piece, size, is_over = [], 0, False
+        # Blank lines that nothing precedes belong to what follows.
+        is_over = is_blank and (is_over or bool(piece and not piece[-1].isspace()))
+        piece.append(line)
+        size += len(line)
+    if piece:
+        yield b"".join(piece)
+
+
+def _decode_text(content: bytes, file: Path, *, start: int = 0) -> str:
+    """start: where in the file the content begins."""
+    mark = len(BYTE_ORDER_MARK) if start == 0 and content.startswith(BYTE_ORDER_MARK) else 0
     try:
-        yield content.decode("utf-8-sig")
+        return content[mark:].decode()
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{file} is not UTF-8 at byte {error.start}; "
+            f"{file} is not UTF-8 at byte {start + mark + error.start}; "
             "convert it, move it away, or narrow config.data.path to a glob"
         ) from error
 

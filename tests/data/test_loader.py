@@ -136,6 +136,20 @@ def test_open_dataset_reads_text_through_the_cache(tmp_path):
     assert len(list((tmp_path / "cache").glob("*.idx"))) == 1
 
 
+@pytest.mark.parametrize("between", ["\n\n", "\n"])
+def test_one_text_file_is_training_data(tmp_path, between):
+    content = between.join(f"the story number {number}" for number in range(1000))
+    (tmp_path / "book.txt").write_text(content)
+    config = settings(tmp_path / "book.txt", eval_fraction=0.01, cache_dir=str(tmp_path / "cache"))
+    corpus = open_dataset(config, seed=0, seq_len=64, vocab_size=257)
+    assert corpus.eval is not None and corpus.tokenizer is not None
+    num_documents = 1000 if between == "\n\n" else 1
+    assert corpus.description["num_documents"] == num_documents
+    assert corpus.train.num_tokens + corpus.eval.num_tokens == len(content) + num_documents
+    assert corpus.eval.num_tokens == pytest.approx(0.01 * len(content), rel=0.05)
+    assert corpus.tokenizer.decode(corpus.train.stream).count("story") == pytest.approx(990, abs=1)
+
+
 def test_open_dataset_reads_a_store_without_a_tokenizer(make_store, random_documents):
     store = make_store(random_documents(100))
     corpus = open_dataset(settings(store.prefix), seed=0, seq_len=32, vocab_size=1000)

@@ -150,6 +150,49 @@ def test_train_and_eval_share_no_document_and_together_hold_all():
     assert held_out.targets[held_out.targets >= 0].min() == bound + 1
 
 
+@pytest.mark.parametrize(
+    ("lengths", "eval_fraction", "num_eval_tokens"),
+    [
+        ([1000], 0.1, 100),  # a document alone
+        ([1000], 0.01, 16),  # a row at least
+        ([100] * 3, 0.9, 270),  # no document would be left to train on
+        ([100, 15], 0.1, 16),  # the last document is shorter than a row
+        ([5, 100], 0.1, 16),  # and so is what is before it
+        ([16, 15, 1], 0.9, 16),
+        ([10] * 10, 0.01, 16),
+    ],
+)
+def test_where_documents_are_too_few_or_short_the_tail_is_held_out(
+    lengths, eval_fraction, num_eval_tokens, caplog
+):
+    store = store_of_lengths(lengths)
+    with caplog.at_level("INFO", "jaxscale"):
+        train, held_out = [
+            open_rows(store, split=split, eval_fraction=eval_fraction, shuffle=False)
+            for split in ("train", "eval")
+        ]
+    cut = sum(lengths) - num_eval_tokens
+    np.testing.assert_array_equal(train.stream, store.tokens[:cut])
+    np.testing.assert_array_equal(held_out.stream, store.tokens[cut:])
+    (record,) = caplog.records
+    assert f"the last {num_eval_tokens} of {sum(lengths)} tokens are held out" in record.message
+    seen = [set(), set()]
+    for rows, ids in zip((train, held_out), seen, strict=True):
+        # An epoch leaves up to a row out, others see it.
+        shuffled = open_rows(store, split=rows.split, eval_fraction=eval_fraction)
+        batch = shuffled.rows(np.arange(20 * rows.num_rows))
+        ids |= set(batch.tokens.ravel()) | set(batch.targets[batch.targets >= 0])
+    assert not seen[0] & seen[1]
+    assert len(seen[0] | seen[1]) == sum(lengths)
+
+
+def test_the_last_token_before_a_cut_has_no_target():
+    rows = open_rows(store_of_lengths([64]), eval_fraction=0.25, shuffle=False)
+    batch = rows.rows(np.arange(rows.num_rows))
+    assert batch.tokens.ravel().tolist() == list(range(48))
+    assert np.flatnonzero(batch.targets == -1).tolist() == [47]
+
+
 def test_tokens_beyond_the_most_documents_are_padding_counted_and_warned_of_once(caplog):
     rows = open_rows(store_of_lengths([4] * 40), max_documents_per_row=2, shuffle=False)
     batch = rows.rows([0, 1])
@@ -217,20 +260,14 @@ def test_a_bad_id_in_the_first_or_last_row_is_refused_at_the_start():
     ("lengths", "options", "message"),
     [
         (
-            [100],
+            [20, 11],
             {"eval_fraction": 0.1},
-            "has 1 documents and config.data.eval_fraction=0.1 holds out 1",
+            "31 tokens, less than two rows of seq_len=16.* lower seq_len, or add text",
         ),
-        ([100] * 3, {"eval_fraction": 0.9}, "holds out 3, leaving none"),
         (
             [5, 6],
             {},
             "train split of memory has 2 documents with 11 tokens, less than one row of seq_len=16",
-        ),
-        (
-            [100, 15],
-            {"split": "eval", "eval_fraction": 0.1},
-            r"eval split .* 15 tokens.* raise config.data.eval_fraction",
         ),
         ([100], {"split": "eval"}, "eval_fraction=0 holds nothing out"),
         ([100], {"eval_fraction": 1.0}, "at least 0 and below 1"),

@@ -38,6 +38,40 @@ def test_text_is_read_to_the_byte_but_for_its_byte_order_mark(tmp_path):
     assert read(tmp_path) == ["one\r\ntwo\r\n\n"]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_text_that_is_alone_is_cut_behind_its_blank_lines(tmp_path, name, end):
+    documents = [f"story {number}{end}begins{end} {end}\t{end}" for number in range(120)]
+    documents[0] = end + documents[0]
+    documents[-1] = "the end"
+    content = "".join(documents).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert read(tmp_path / name) == documents
+    assert read(tmp_path) == documents
+    (tmp_path / "b.txt").write_text("another")
+    assert read(tmp_path) == ["".join(documents), "another"]
+
+
+@pytest.mark.parametrize("num_documents", [99, 100])
+def test_a_text_of_few_parts_stays_one_document(tmp_path, num_documents):
+    content = "\n\n".join(map(str, range(num_documents)))
+    (tmp_path / "a.txt").write_text(content)
+    documents = read(tmp_path)
+    assert len(documents) == (1 if num_documents < 100 else num_documents)
+    assert "".join(documents) == content
+
+
+def test_a_long_text_without_blank_lines_is_cut_at_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "MOST_DOCUMENT_BYTES", 100)
+    content = "".join(f"{'é' * (number % 70)}\n" for number in range(1, 1000))
+    (tmp_path / "a.txt").write_text(content)
+    documents = read(tmp_path)
+    assert "".join(documents) == content
+    assert all(document.endswith("\n") for document in documents)
+    sizes = [len(document.encode()) for document in documents[:-1]]
+    assert len(sizes) >= 100 and all(100 <= size < 300 for size in sizes)
+
+
 def test_jsonl_plain_and_compressed_is_read_line_by_line(tmp_path):
     (tmp_path / "a.jsonl").write_text(
         '{"text": "one", "n": 1}\n\n{"text": "tw\\u00f6"}\n{"text": null}'
@@ -98,6 +132,9 @@ def test_bad_parquet_is_named(tmp_path):
 def test_a_file_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"ok \xff")
     with pytest.raises(ValueError, match=r"a.txt is not UTF-8 at byte 3"):
+        read(tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"four\n\n" * 200 + b"\xff")
+    with pytest.raises(ValueError, match=r"a.txt is not UTF-8 at byte 1203"):
         read(tmp_path)
 
 

@@ -60,6 +60,8 @@ class DataFormat(enum.StrEnum):
     INDEXED = "indexed"
     TEXT = "text"
     JSONL = "jsonl"
+    JSON = "json"
+    CSV = "csv"
     PARQUET = "parquet"
 
 
@@ -118,11 +120,12 @@ MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 @dataclasses.dataclass(slots=True, kw_only=True)
 class DataConfig:
     # 'python-stdlib' (the Python standard library's own source), a Megatron .bin/.idx prefix, or a
-    # file, folder or glob of text, JSONL or Parquet.
+    # file, folder or glob of text, JSONL or Parquet; or of JSON or CSV, which `format` must say.
     path: str = "python-stdlib"
     format: DataFormat = DataFormat.AUTO
     # 'bytes', or the path of a Hugging Face tokenizer.json.
     tokenizer: str = "bytes"
+    # The field of a record, or the column, that holds the text.
     text_field: str = "text"
     # Where text is kept once it is tokens; empty: the user's cache folder.
     cache_dir: str = ""

@@ -17,10 +17,10 @@ from jaxscale.data import indexed
 from jaxscale.data.convert import convert
 from jaxscale.data.tokenizer import open_tokenizer
 
-FORMATS = ("auto", "text", "jsonl", "parquet")
+FORMATS = ("auto", "text", "jsonl", "json", "csv", "parquet")
 
 INPUT = flags.DEFINE_string(
-    "input", None, "text, JSONL or Parquet: a file, folder or glob; or 'python-stdlib'"
+    "input", None, "text, JSONL, JSON, CSV or Parquet: a file, folder or glob; or 'python-stdlib'"
 )
 OUTPUT = flags.DEFINE_string(
     "output", None, "prefix of the store: OUTPUT.bin and OUTPUT.idx are written"
@@ -29,9 +29,7 @@ TOKENIZER = flags.DEFINE_string(
     "tokenizer", "bytes", "'bytes', or the path of a Hugging Face tokenizer.json"
 )
 FORMAT = flags.DEFINE_enum("format", "auto", FORMATS, "auto goes by the files' suffixes")
-TEXT_FIELD = flags.DEFINE_string(
-    "text_field", "text", "the field that holds the text in JSONL and Parquet"
-)
+TEXT_FIELD = flags.DEFINE_string("text_field", "text", "the field or column that holds the text")
 OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace an existing store")
 flags.mark_flags_as_required(["input", "output"])
 

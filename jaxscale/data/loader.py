@@ -14,7 +14,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.data.convert import cached_store
 from jaxscale.data.indexed import IndexedDataset
 from jaxscale.data.rows import TokenRows
-from jaxscale.data.text import find_files
+from jaxscale.data.text import describe_files, find_files
 from jaxscale.data.tokenizer import Tokenizer, open_tokenizer
 
 # Held-out rows are the same in every run, whatever its seed: evaluation losses stay comparable.
@@ -88,7 +88,8 @@ def open_dataset(data_config: DataConfig, *, seed: int, seq_len: int, vocab_size
     Raises ValueError, before any device is touched, for data that is missing, damaged, too small
     for a row of seq_len tokens in either split, or that does not fit vocab_size.
     """
-    format, _ = find_files(data_config.path, data_config.format)
+    format, files = find_files(data_config.path, data_config.format)
+    log.info(describe_files(data_config.path, files, format=format))
     tokenizer = None
     if format != "indexed" or data_config.tokenizer != "bytes":
         tokenizer = open_tokenizer(data_config.tokenizer)

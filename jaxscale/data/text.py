@@ -1,14 +1,16 @@
-"""Text on disk -> documents: plain files hold one each, JSONL and Parquet one a record.
+"""Text on disk -> documents: plain files hold one each, JSONL, JSON, CSV and Parquet one a record.
 
 A plain file that is alone is cut into documents behind its blank lines.
 """
 
+import csv
 import glob
 import gzip
 import itertools
 import json
 import logging
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,8 +23,21 @@ SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".xml": "XML",
     ".bin": "indexed",
     ".idx": "indexed",
+} | dict.fromkeys((".tar", ".tgz", ".zip", ".7z", ".bz2", ".xz", ".zst"), "packed files")
+# What a suffix leaves open, or nobody means as plain text, and what to do about it.
+UNCLEAR = {
+    "json": "set config.data.format to json (an array of records), jsonl (a record a line) or text "
+    "(each file as it stands)",
+    "csv": "set config.data.format to csv (the first line names the columns) or text (each file as "
+    "it stands)",
+    "XML": "set config.data.format to text to read each file as it stands, or take the text out",
+    "packed files": "unpack them; of packed files only .gz are read",
 }
 
 # A text that is alone stays one document if it would become fewer: of so many, 1% is one.
@@ -43,24 +58,34 @@ def find_files(path: str, format: str = "auto") -> tuple[str, Files]:
     path: 'python-stdlib', a token store's prefix, a file, a folder (read recursively, hidden files
         left out) or a glob.
     format: 'auto' goes by the suffixes. The files of 'indexed' are not listed.
-    Raises ValueError if nothing is there or the suffixes of a folder disagree.
+    Raises ValueError if nothing is there, the suffixes of a folder disagree, or they do not say how
+    to read the files.
     """
     if path == STDLIB:
         return "text", _stdlib_files()
     if format == "indexed" or (format == "auto" and indexed.is_store(path)):
         return "indexed", []
     files = _list_files(path)
-    formats = {name: _format_of(name) for name, _ in files}
     if format == "auto":
-        return _agreed(path, formats), files
+        return _agreed(path, {name: _format_of(name) for name, _ in files}), files
     if format != "text" and len(files) > 1:  # a folder of data usually has a README beside it
-        files = [file for file in files if formats[file[0]] == format]
+        # Records a line often go by .json; where there is .jsonl as well, .json is something else.
+        files = _of_format(files, format) or _of_format(files, "json" if format == "jsonl" else "")
     if not files:
         raise ValueError(
             f"config.data.path={path!r} holds no {format} file; "
             "set config.data.format to what it holds"
         )
     return str(format), files
+
+
+def describe_files(path: str, files: Files, *, format: str) -> str:
+    """What a run says it reads; format, files: as `find_files` gave them."""
+    if format == "indexed":
+        return f"{path}: a token store"
+    first, last = files[0][0], files[-1][0]
+    names = first if first == last else f"{len(files)} files, {first} to {last}"
+    return f"{path}: reading {names} as {format}"
 
 
 def read_documents(path: str, files: Files, *, format: str, text_field: str) -> Iterator[str]:
@@ -70,15 +95,10 @@ def read_documents(path: str, files: Files, *, format: str, text_field: str) -> 
     UTF-8, not JSON, or lacks the field. Only 'python-stdlib' may skip: it holds files in other
     encodings on purpose, to test Python with.
     """
-    read: Callable[[Path, str], Iterator[str]]
-    if format == "jsonl":
-        read = _read_jsonl
-    elif format == "parquet":
-        read = _read_parquet
-    elif path == STDLIB:
-        read = _read_stdlib
-    else:
-        read = _read_text if len(files) > 1 else _read_lone_text
+    read = READERS[format]
+    if format == "text":
+        lone = _read_lone_text if len(files) == 1 else _read_text
+        read = _read_stdlib if path == STDLIB else lone
     for _, file in files:
         yield from read(file, text_field)
 
@@ -122,6 +142,10 @@ def _format_of(name: str) -> str:
     return SUFFIXES.get(os.path.splitext(name)[1], "text")
 
 
+def _of_format(files: Files, format: str) -> Files:
+    return [(name, file) for name, file in files if _format_of(name) == format]
+
+
 def _agreed(path: str, formats: dict[str, str]) -> str:
     """formats: by name."""
     examples = {format: name for name, format in formats.items()}
@@ -137,7 +161,10 @@ def _agreed(path: str, formats: dict[str, str]) -> str:
             f"config.data.path={path!r} mixes formats: {mix}; "
             "set config.data.format to the one to read, or use a glob"
         )
-    return next(iter(examples))
+    ((format, name),) = examples.items()
+    if format in UNCLEAR:
+        raise ValueError(f"config.data.path={path!r} holds {format} ({name}): {UNCLEAR[format]}")
+    return format
 
 
 def _read_text(file: Path, _: str) -> Iterator[str]:
@@ -199,35 +226,77 @@ def _read_jsonl(file: Path, field: str) -> Iterator[str]:
         for number, line in enumerate(lines, 1):
             if line.isspace():
                 continue
+            where = f"{file} line {number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{file} line {number} is not JSON: {error}") from error
-            text = _text_of(record, field, where=f"{file} line {number}")
-            yield _without_half_pairs(text) if rb"\ud" in line else text
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where} is not JSON: {error}") from error
+            yield _text_of(record, field, where=where)
 
 
-def _without_half_pairs(text: str) -> str:
-    """Half of a surrogate pair, a cut emoji, is valid JSON but no text: UTF-8 cannot hold it."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+def _read_json(file: Path, field: str) -> Iterator[str]:
+    """An array of records, or one record."""
+    with _open(file) as opened:
+        content = _decode_text(opened.read(), file)
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file} is not JSON: {error}; if it holds a record a line, set "
+            "config.data.format=jsonl"
+        ) from error
+    for number, record in enumerate(value if isinstance(value, list) else [value], 1):
+        yield _text_of(record, field, where=f"{file} record {number}")
+
+
+def _read_csv(file: Path, field: str) -> Iterator[str]:
+    csv.field_size_limit(sys.maxsize)  # a document may be longer than the 128 KiB that csv allows
+    delimiter = "\t" if ".tsv" in file.name.lower() else ","
+    with _open(file) as opened:
+        rows = csv.reader(_decoded_lines(opened, file), delimiter=delimiter, strict=True)
+        try:
+            names = next(rows, [])
+            if names.count(field) != 1:
+                raise ValueError(_no_field(f"{file} line 1", field, names=names))
+            column = names.index(field)
+            for row in filter(None, rows):
+                if len(row) != len(names):
+                    raise ValueError(
+                        f"{file} line {rows.line_num} ends a record of {len(row)} columns, line 1 "
+                        f"names {len(names)}; correct it (text with commas or line ends is quoted)"
+                    )
+                yield row[column]
+        except csv.Error as error:
+            raise ValueError(f"{file} line {rows.line_num} is not CSV: {error}") from error
+
+
+def _decoded_lines(lines: Iterable[bytes], file: Path) -> Iterator[str]:
+    start = 0
+    for line in lines:
+        yield _decode_text(line, file, start=start)
+        start += len(line)
 
 
 def _text_of(record: Any, field: str, *, where: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(
-            f"{where} holds a {type(record).__name__}; each line must be an object with {field!r}"
+            f"{where} holds a {type(record).__name__}; each record must be an object with {field!r}"
         )
     if field not in record:
-        raise ValueError(
-            f"{where} has no field {field!r}, only {sorted(record)}; set config.data.text_field"
-        )
+        raise ValueError(_no_field(where, field, names=sorted(record)))
     text = record[field]
     if not isinstance(text, str | None):
-        kind = type(text).__name__
-        raise ValueError(
-            f"{where}: field {field!r} holds a {kind}, not text; set config.data.text_field"
-        )
-    return text or ""
+        raise ValueError(_no_text(where, field, kind=type(text).__name__))
+    # Half of a surrogate pair, a cut emoji, is valid JSON but no text: UTF-8 cannot hold it.
+    return (text or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _no_field(where: str, field: str, *, names: list[str]) -> str:
+    return f"{where} has no field {field!r}, only {names}; set config.data.text_field"
+
+
+def _no_text(where: str, field: str, *, kind: Any) -> str:
+    return f"{where}: field {field!r} holds a {kind}, not text; set config.data.text_field"
 
 
 def _read_parquet(file: Path, field: str) -> Iterator[str]:
@@ -244,15 +313,11 @@ def _read_parquet(file: Path, field: str) -> Iterator[str]:
         raise ValueError(f"{file} is not Parquet: {error}") from error
     with source:
         names = source.schema_arrow.names
-        if field not in names:
-            raise ValueError(
-                f"{file} has no field {field!r}, only {names}; set config.data.text_field"
-            )
+        if names.count(field) != 1:
+            raise ValueError(_no_field(str(file), field, names=names))
         kind = source.schema_arrow.field(field).type
         if kind not in (pyarrow.string(), pyarrow.large_string()):
-            raise ValueError(
-                f"{file}: field {field!r} holds {kind}, not text; set config.data.text_field"
-            )
+            raise ValueError(_no_text(str(file), field, kind=kind))
         for records in source.iter_batches(batch_size=1024, columns=[field]):
             for text in records.column(0).to_pylist():
                 yield text or ""
@@ -260,3 +325,12 @@ def _read_parquet(file: Path, field: str) -> Iterator[str]:
 
 def _open(file: Path) -> gzip.GzipFile | BinaryIO:
     return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+    "text": _read_text,
+    "jsonl": _read_jsonl,
+    "json": _read_json,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+}

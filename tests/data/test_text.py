@@ -1,3 +1,4 @@
+import csv
 import gzip
 import json
 import os
@@ -81,8 +82,10 @@ def test_jsonl_plain_and_compressed_is_read_line_by_line(tmp_path):
 
 
 def test_half_a_surrogate_pair_in_jsonl_becomes_a_replacement(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "cut \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n')
-    assert read(tmp_path) == ["cut \ufffd", "whole 😀"]
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "cut \\ud83d"}\n{"text": "cut \\uD83D"}\n{"text": "whole \\ud83d\\ude00"}\n'
+    )
+    assert read(tmp_path) == ["cut \ufffd", "cut \ufffd", "whole 😀"]
 
 
 def test_parquet_is_read(tmp_path):
@@ -108,6 +111,9 @@ def test_another_field_is_read(tmp_path):
         ),
         ('["x"]', "a.jsonl line 3 holds a list"),
         ('{"text": 5}', "a.jsonl line 3: field 'text' holds a int, not text"),
+        ('{"text": "x"', "a.jsonl line 3 is not JSON"),
+        ("[" * 100_000, "a.jsonl line 3 is not JSON: maximum recursion depth"),
+        (f'{{"n": {"1" * 5000}}}', "a.jsonl line 3 is not JSON: Exceeds the limit"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, message):
@@ -122,11 +128,96 @@ def test_bad_parquet_is_named(tmp_path):
         ValueError, match=r"a.parquet has no field 'body', only \['content', 'text'\]"
     ):
         read(tmp_path, field="body")
-    with pytest.raises(ValueError, match=r"a.parquet: field 'text' holds int64, not text"):
+    with pytest.raises(ValueError, match=r"a.parquet: field 'text' holds a int64, not text"):
         read(tmp_path)
     (tmp_path / "a.parquet").write_text("x")
     with pytest.raises(ValueError, match=r"a.parquet is not Parquet"):
         read(tmp_path)
+
+
+def test_json_arrays_and_records_are_read_where_the_format_says_so(tmp_path):
+    (tmp_path / "a.json").write_text(
+        json.dumps([{"text": "one"}, {"text": None}, {"text": "tw\ud83d"}], indent=1)
+    )
+    (tmp_path / "b.json").write_text('\ufeff{"text": "three", "n": 1}')
+    (tmp_path / "README.md").write_text("about")
+    assert read(tmp_path, format="json") == ["one", "", "tw\ufffd", "three"]
+
+
+def test_json_that_holds_a_record_a_line_is_read_as_jsonl(tmp_path):
+    (tmp_path / "a.json").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert read(tmp_path / "a.json", format="jsonl") == ["one", "two"]
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(b'{"text": "three"}\n'))
+    assert read(tmp_path, format="jsonl") == ["one", "two", "three"]
+    (tmp_path / "c.jsonl").write_text('{"text": "four"}\n')
+    assert read(tmp_path, format="jsonl") == ["four"]
+    with pytest.raises(ValueError, match=r"a.json is not JSON: Extra data: line 2 .*format=jsonl"):
+        read(tmp_path / "a.json", format="json")
+
+
+def test_csv_is_read_with_quotes_line_ends_and_long_fields(tmp_path):
+    long = "long " * 40_000
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerows([["n", "text"], [1, 'said "no",\r\nand left\n'], [2, ""], [3, long]])
+    (tmp_path / "b.tsv.gz").write_bytes(gzip.compress(b"\xef\xbb\xbftext\tn\none, two\t4\n\n"))
+    assert read(tmp_path, format="csv") == ['said "no",\r\nand left\n', "", long, "one, two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", r"a.csv line 1 has no field 'text', only \[\]; set config.data.text_field"),
+        ("n,body\n1,x\n", r"line 1 has no field 'text', only \['n', 'body'\]"),
+        ("text,text\n1,x\n", r"line 1 has no field 'text'"),
+        ("n,text\n1,x\n2,one, two\n", "a.csv line 3 ends a record of 3 columns, line 1 names 2"),
+        ('n,text\n1,"x\ny"\n2,"cut', "a.csv line 4 is not CSV: unexpected end of data"),
+        ('n,text\n1,"x" y\n', "a.csv line 2 is not CSV: ',' expected after '\"'"),
+        (b"n,text\n1,\xff\n", "a.csv is not UTF-8 at byte 9"),
+    ],
+)
+def test_bad_csv_is_named_by_file_and_line(tmp_path, content, message):
+    content = content.encode() if isinstance(content, str) else content
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / "a.csv", format="csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "a.json",
+            r"holds json \(.*a.json\): set config.data.format to json \(an array of records\)",
+        ),
+        ("a.JSON.gz", "set config.data.format to json .*, jsonl .* or text"),
+        ("a.csv", "set config.data.format to csv"),
+        ("a.tsv", "set config.data.format to csv"),
+        ("a.xml", "set config.data.format to text"),
+        ("a.tar.gz", r"holds packed files \(.*a.tar.gz\): unpack them"),
+        ("a.zip", "unpack them; of packed files only .gz are read"),
+    ],
+)
+def test_a_file_whose_suffix_leaves_open_what_it_is_asks_for_the_format(tmp_path, name, message):
+    (tmp_path / name).write_bytes(gzip.compress(b"x") if name.endswith("gz") else b"x")
+    for path in (tmp_path, tmp_path / name, tmp_path / "*"):
+        with pytest.raises(ValueError, match=message):
+            read(path)
+        assert read(path, format="text") == ["x"]
+
+
+def test_what_is_read_is_described(tmp_path, make_store):
+    for name in ("a.csv", "b.csv", "README.md"):
+        (tmp_path / name).write_text("text\n")
+    for path, format, names in (
+        (tmp_path, "csv", "2 files, a.csv to b.csv"),
+        (tmp_path / "a.csv", "text", "a.csv"),
+    ):
+        found, files = text.find_files(str(path), format)
+        description = text.describe_files(str(path), files, format=found)
+        assert description == f"{path}: reading {names} as {format}"
+    prefix = make_store([[1]]).prefix
+    assert text.describe_files(prefix, [], format="indexed") == f"{prefix}: a token store"
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path):

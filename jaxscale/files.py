@@ -1,7 +1,11 @@
-"""Files that are whole or not there, folders to write to, and the user's cache folder."""
+"""Files that are whole or not there, folders to write to, and the user's cache folder.
+
+What the disk refuses is told in the user's words: `telling`.
+"""
 
 import contextlib
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +13,31 @@ from typing import BinaryIO
 
 
 def cache_folder() -> Path:
-    """For what can be made again: $XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxscale"
+    """For what can be made again: $XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale.
+
+    Raises ValueError for a user without a home, as in some containers.
+    """
+    home = os.path.expanduser("~")
+    if not (cache := os.environ.get("XDG_CACHE_HOME")) and not os.path.isabs(home):
+        raise ValueError("this user has no home folder: set XDG_CACHE_HOME, where caches are kept")
+    return Path(cache or os.path.join(home, ".cache")) / "jaxscale"
+
+
+@contextlib.contextmanager
+def telling(what: str, fix: str) -> Iterator[None]:
+    """Tells an OSError inside as a ValueError: "`what`: No space left on device; `fix`"."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{what}: {error.strerror or error}; {fix}") from error
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether a file is there. Raises OSError where that cannot be known: os.path says no then."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def require_writable(folder: Path) -> None:

@@ -16,6 +16,29 @@ def test_the_cache_folder_follows_xdg(monkeypatch, tmp_path):
         assert files.cache_folder() == Path.home() / ".cache" / "jaxscale"
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ValueError, match="no home folder: set XDG_CACHE_HOME"):
+        files.cache_folder()
+
+
+def test_what_the_disk_refuses_is_told_with_what_and_fix(tmp_path):
+    with pytest.raises(ValueError, match="a cannot be read: No such file or directory; copy it"):
+        with files.telling("a cannot be read", "copy it"):
+            open(tmp_path / "a")
+
+
+def test_a_file_is_there_or_not_or_that_cannot_be_known(tmp_path):
+    (tmp_path / "a").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    assert files.is_file(tmp_path / "a")
+    for name in ("", "b", "a/b"):
+        assert not files.is_file(tmp_path / name)
+    with pytest.raises(OSError):
+        files.is_file(tmp_path / "link")
+
+
 def test_a_folder_is_made_and_left_empty_by_the_check(tmp_path):
     for _ in range(2):
         files.require_writable(tmp_path / "a" / "b")

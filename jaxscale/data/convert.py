@@ -16,7 +16,7 @@ from jaxscale.data import text
 from jaxscale.data.indexed import IndexedDataset, IndexedWriter, StorePath, is_store
 from jaxscale.data.permutation import derive_keys, permute
 from jaxscale.data.tokenizer import Tokenizer
-from jaxscale.files import cache_folder
+from jaxscale.files import cache_folder, telling
 
 # Part of the cache key: raise it when the same text and tokenizer give another store.
 FORMAT_VERSION = 2
@@ -24,6 +24,10 @@ FORMAT_VERSION = 2
 ORDER_SEED = 0
 # One call of a tokenizer: enough for its threads to share, small enough to stay in memory.
 CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 1024, 2**22
+WRITABLE_CACHE = (
+    "text is converted there, which takes twice the tokens' size: make room, or set "
+    "config.data.cache_dir to another folder"
+)
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +46,12 @@ def convert(
     order, so that neighbours in the store are unrelated and its tail is a fair held-out sample.
     Needs twice the store's size on disk while it runs, and no memory beyond 8 bytes per document.
     Documents without text are skipped and counted in the log.
-    Raises ValueError for unreadable text (see text.read_documents) or if no document has text.
+    Raises ValueError for unreadable text (see text.read_documents) or if no document has text, and
+    OSError if the store cannot be written; nothing of it is left then.
     """
     format, files = text.find_files(path, format)
     if format == "indexed":
-        raise ValueError(f"{path!r} is a token store already; set config.data.path to it")
+        raise ValueError(f"{path!r} is a token store already; train on it as it is")
     documents = text.read_documents(path, files, format=format, text_field=text_field)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32)
     # In a folder of its own, so that whatever goes wrong one deletion cleans up.
@@ -79,19 +84,21 @@ def cached_store(
     folder to free the space). Processes that start together convert once: the others wait for a
     lock. Where the file system has no locks each converts for itself, and all end with the same
     files. A cached store that cannot be opened is converted again.
+    Raises ValueError for what `convert` refuses, and for a cache that cannot be written.
     """
     format, files = text.find_files(path, format)
-    root = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    root = Path(os.path.expanduser(cache_dir)) if cache_dir else default_cache_dir()
     prefix = root / _fingerprint(files, tokenizer, format=format, text_field=text_field)
     store = _open_cached(prefix, path)
     if store is not None:
         return store
-    root.mkdir(parents=True, exist_ok=True)
-    with _lock(prefix.with_suffix(".lock")):
-        store = _open_cached(prefix, path)
-        if store is None:
-            _build(prefix, path, tokenizer=tokenizer, format=format, text_field=text_field)
-            store = IndexedDataset(prefix, name=path)
+    with telling(f"the cache {root} cannot be written to", WRITABLE_CACHE):
+        root.mkdir(parents=True, exist_ok=True)
+        with _lock(prefix.with_suffix(".lock")):
+            store = _open_cached(prefix, path)
+            if store is None:
+                _build(prefix, path, tokenizer=tokenizer, format=format, text_field=text_field)
+                store = IndexedDataset(prefix, name=path)
     return store
 
 
@@ -138,7 +145,10 @@ def _write_shuffled(writer: IndexedWriter, source: IndexedDataset) -> None:
 
 
 def _fingerprint(files: text.Files, tokenizer: Tokenizer, *, format: str, text_field: str) -> str:
-    listing = [(name, file.stat().st_size, file.stat().st_mtime_ns) for name, file in files]
+    listing = []
+    for name, file in files:
+        with telling(f"{file} cannot be read", "was it moved away?"):
+            listing.append((name, file.stat().st_size, file.stat().st_mtime_ns))
     key = json.dumps([FORMAT_VERSION, format, text_field, tokenizer.fingerprint, listing])
     return hashlib.sha256(key.encode()).hexdigest()[:20]
 

@@ -27,6 +27,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from jaxscale.files import is_file, telling
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 DTYPES: dict[int, np.dtype] = {
@@ -69,20 +71,20 @@ class IndexedDataset:
         self.prefix = strip_suffix(prefix)
         self.name = name or self.prefix
         bin_path, idx_path = self.prefix + ".bin", self.prefix + ".idx"
-        _check_present(bin_path, idx_path)
-        index = _read_index(idx_path)
+        with telling(f"{self.prefix} cannot be read", "make it readable, or copy it again"):
+            _check_present(bin_path, idx_path)
+            index = _read_index(idx_path)
+            tokens = _map_file(bin_path)
         self.dtype: np.dtype = index.dtype
         ends = np.cumsum(index.lengths, dtype=np.int64)
         _check_pointers(idx_path, index)
         _check_documents(idx_path, index)
         self.num_tokens = int(ends[-1])
-        _check_size(bin_path, idx_path, num_tokens=self.num_tokens, dtype=self.dtype)
+        _check_size(bin_path, len(tokens), num_tokens=self.num_tokens, dtype=self.dtype)
         offsets = np.concatenate([[0], ends])[index.documents]
         self.document_offsets: np.ndarray = _without_empty(offsets, idx_path)
-        with open(bin_path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         # Not np.memmap: its slices run __array_finalize__ in Python, 1 us each.
-        self.tokens: np.ndarray = np.frombuffer(mapped, self.dtype)
+        self.tokens: np.ndarray = np.frombuffer(tokens, self.dtype)
 
     @property
     def num_documents(self) -> int:
@@ -105,12 +107,12 @@ class IndexedWriter:
 
     Files get temporary names until `close`, which syncs and renames them, the .idx last: nobody
     ever sees half a store, and a killed run leaves only `*.tmp-*` behind. As a context manager it
-    closes on success and deletes its temporary files on an exception. An existing store is replaced
-    at close.
+    closes on success and deletes its temporary files on an exception, of its own closing too. An
+    existing store is replaced at close.
 
     Raises ValueError for a dtype the format lacks, a document that is empty or longer than
     2**31 - 1 tokens, an id the dtype cannot hold, and at close if nothing was added; each names the
-    document.
+    document. Raises OSError where the disk refuses.
     """
 
     def __init__(self, prefix: StorePath, dtype: DTypeLike):
@@ -150,10 +152,17 @@ class IndexedWriter:
             raise ValueError(
                 f"no documents were added to {self.prefix}; an empty store trains nothing"
             )
-        _sync_and_close(self._bin)
-        with open(self._temporary[".idx"], "wb") as idx:
-            self._write_index(idx)
-            _sync_and_close(idx)
+        try:
+            _sync_and_close(self._bin)
+            with open(self._temporary[".idx"], "wb") as idx:
+                self._write_index(idx)
+                _sync_and_close(idx)
+            self._give_names()
+        except BaseException:
+            self.abort()
+            raise
+
+    def _give_names(self) -> None:
         # An old .idx must not be seen beside the new .bin, nor the new one beside the old .bin.
         Path(self.prefix + ".idx").unlink(missing_ok=True)
         for end in (".bin", ".idx"):
@@ -161,7 +170,8 @@ class IndexedWriter:
 
     def abort(self) -> None:
         """Drops what was written; an existing store of this name stays as it was."""
-        self._bin.close()
+        with contextlib.suppress(OSError):  # on a full disk what is buffered cannot be written
+            self._bin.close()
         for path in self._temporary.values():
             Path(path).unlink(missing_ok=True)
 
@@ -198,7 +208,7 @@ def is_store(path: StorePath) -> bool:
 
 
 def _check_present(bin_path: str, idx_path: str) -> None:
-    missing = [path for path in (bin_path, idx_path) if not os.path.isfile(path)]
+    missing = [path for path in (bin_path, idx_path) if not is_file(path)]
     if missing:
         raise ValueError(
             f"no such file: {' and '.join(missing)}; a token store is {bin_path} and {idx_path} "
@@ -280,7 +290,7 @@ def _check_pointers(path: str, index: _Index) -> None:
 
 def _check_documents(path: str, index: _Index) -> None:
     documents, num_sequences = index.documents, len(index.lengths)
-    falls = np.flatnonzero(np.diff(documents) < 0)
+    falls = np.flatnonzero(documents[1:] < documents[:-1])  # a difference could overflow
     if documents[0] != 0 or documents[-1] != num_sequences or falls.size:
         where = f", falling at document {falls[0]}" if falls.size else ""
         raise ValueError(
@@ -289,8 +299,14 @@ def _check_documents(path: str, index: _Index) -> None:
         )
 
 
-def _check_size(bin_path: str, idx_path: str, *, num_tokens: int, dtype: np.dtype) -> None:
-    have, need = os.path.getsize(bin_path), num_tokens * dtype.itemsize
+def _map_file(path: str) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _check_size(bin_path: str, have: int, *, num_tokens: int, dtype: np.dtype) -> None:
+    """have: bytes of the .bin."""
+    need = num_tokens * dtype.itemsize
     if have != need:
         cause = (
             "the .bin is truncated: copy it again"
@@ -298,7 +314,7 @@ def _check_size(bin_path: str, idx_path: str, *, num_tokens: int, dtype: np.dtyp
             else "they belong to different stores"
         )
         raise ValueError(
-            f"{bin_path} has {have} bytes, but {idx_path} lists {num_tokens} tokens of "
+            f"{bin_path} has {have} bytes, but its .idx lists {num_tokens} tokens of "
             f"{dtype.name}, {need} bytes: {cause}"
         )
 

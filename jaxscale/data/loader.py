@@ -230,28 +230,28 @@ def _fingerprint(dataset: IndexedDataset) -> str:
     """
     digest = hashlib.sha256()
     for array in (dataset.document_offsets, dataset.tokens):
-        for block in _blocks(array, FINGERPRINT_BLOCKS):
-            digest.update(np.ascontiguousarray(block).tobytes())
+        for block in _blocks(len(array), FINGERPRINT_BLOCKS):
+            digest.update(np.ascontiguousarray(array[block]).tobytes())
     return digest.hexdigest()[:20]
 
 
-def _blocks(array: np.ndarray, num_blocks: int) -> list[np.ndarray]:
-    """The whole of `array` in one block, or `num_blocks` of BLOCK_TOKENS from first to last."""
-    if len(array) <= num_blocks * BLOCK_TOKENS:
-        return [array]
-    starts = np.linspace(0, len(array) - BLOCK_TOKENS, num_blocks).astype(np.int64)
-    return [array[start : start + BLOCK_TOKENS] for start in starts]
+def _blocks(length: int, num_blocks: int) -> list[slice]:
+    """All of range(length) in one block, or `num_blocks` of BLOCK_TOKENS from first to last."""
+    if length <= num_blocks * BLOCK_TOKENS:
+        return [slice(0, length)]
+    starts = np.linspace(0, length - BLOCK_TOKENS, num_blocks).astype(np.int64).tolist()
+    return [slice(start, start + BLOCK_TOKENS) for start in starts]
 
 
 def _count_ids(rows: TokenRows, num_blocks: int) -> np.ndarray:
-    blocks = _blocks(rows.stream, num_blocks)
-    num_counted = sum(map(len, blocks))
+    counts, num_counted = np.zeros(rows.vocab_size, np.int64), 0
+    for block in _blocks(rows.num_tokens, num_blocks):
+        rows.check_ids(block)
+        found = np.bincount(rows.stream[block])
+        counts[: len(found)] += found
+        num_counted += block.stop - block.start
     if num_counted < rows.num_tokens:
         log.info(
             "unigram entropy: counted %d of %d %s tokens", num_counted, rows.num_tokens, rows.split
         )
-    counts = np.zeros(rows.vocab_size, np.int64)
-    for block in blocks:
-        found = np.bincount(block)
-        counts[: len(found)] += found[: rows.vocab_size]
     return counts

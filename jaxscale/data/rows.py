@@ -95,6 +95,12 @@ class TokenRows:
         """The split's tokens in store order, [num_tokens] in the store's dtype; a view."""
         return self.dataset.tokens[self._begin : self._end]
 
+    def check_ids(self, block: slice) -> None:
+        """Raises ValueError for a token of this block of `stream` outside range(vocab_size)."""
+        begin, end = self._begin + block.start, self._begin + block.stop
+        if _max_as_unsigned(self.dataset.tokens[begin:end]) >= self.vocab_size:
+            self._refuse_ids(begin, end, wrapped_end=self._begin)
+
     def most_documents(self) -> int:
         """The most documents that any row of any epoch can hold.
 
@@ -206,11 +212,9 @@ class TokenRows:
             )
 
     def _check_sample(self) -> None:
-        last = self._end - self.seq_len
-        for begin in np.linspace(self._begin, last, NUM_CHECKED_ROWS).astype(np.int64).tolist():
-            end = begin + self.seq_len
-            if _max_as_unsigned(self.dataset.tokens[begin:end]) >= self.vocab_size:
-                self._refuse_ids(begin, end, wrapped_end=self._begin)
+        last = self.num_tokens - self.seq_len
+        for begin in np.linspace(0, last, NUM_CHECKED_ROWS).astype(np.int64).tolist():
+            self.check_ids(slice(begin, begin + self.seq_len))
 
     def _refuse_ids(self, begin: int, end: int, *, wrapped_end: int) -> NoReturn:
         """The first bad id of a row, whose second piece ends at wrapped_end."""

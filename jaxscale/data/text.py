@@ -3,6 +3,7 @@
 A plain file that is alone is cut into documents behind its blank lines.
 """
 
+import contextlib
 import csv
 import glob
 import gzip
@@ -10,13 +11,16 @@ import itertools
 import json
 import logging
 import os
+import stat
 import sys
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from jaxscale.data import indexed
+from jaxscale.files import is_file, telling
 
 STDLIB = "python-stdlib"
 SUFFIXES = {
@@ -44,6 +48,7 @@ UNCLEAR = {
 LEAST_DOCUMENTS = 100
 # Its documents end here at the latest, with the line: what is cut into them is read piece by piece.
 MOST_DOCUMENT_BYTES = 2**20
+READABLE = "make it readable, or narrow config.data.path to a glob"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 # (name, path) pairs. A name is relative to the folder asked for: a moved folder keeps its cache.
@@ -112,29 +117,51 @@ def _stdlib_files() -> Files:
 
 def _list_files(path: str) -> Files:
     found = os.path.expanduser(path)
-    if os.path.isdir(found):
-        files = _visible_files(Path(found))
-    elif os.path.isfile(found):
-        files = [(os.path.basename(found), Path(found))]
-    else:
-        names = glob.glob(found, recursive=True)
-        files = [(name, Path(name)) for name in names if os.path.isfile(name)]
+    with telling(f"config.data.path={path!r} cannot be read", READABLE):
+        if os.path.isdir(found):
+            files = _visible_files(Path(found))
+        elif is_file(found):
+            files = [(os.path.basename(found), Path(found))]
+        else:
+            _check_folders(found)
+            names = glob.glob(found, recursive=True)
+            files = [(name, Path(name)) for name in names if not os.path.isdir(name)]
     if not files:
         raise ValueError(
             f"config.data.path={path!r} finds no file; give 'python-stdlib', the prefix of a "
             ".bin/.idx store, or a text, JSONL or Parquet file, folder or glob "
             "(quote a glob in the shell)"
         )
+    for _, file in files:
+        with telling(f"{file} cannot be read", READABLE):
+            if not stat.S_ISREG(file.stat().st_mode):
+                raise ValueError(f"{file} is no regular file; move it away, or narrow {path!r}")
     return sorted(files)
 
 
 def _visible_files(root: Path) -> Files:
-    files = [(file.relative_to(root), file) for file in root.rglob("*") if file.is_file()]
-    return [
-        (str(name), file)
-        for name, file in files
-        if not any(part.startswith(".") for part in name.parts)
-    ]
+    files = []
+    for folder, folders, names in os.walk(root, onerror=_raise_for_folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return [(str(file.relative_to(root)), file) for file in files]
+
+
+def _check_folders(pattern: str) -> None:
+    """Raises for a folder that the glob would have to look into and cannot: glob passes it over."""
+    parent = os.path.dirname(pattern)
+    if glob.has_magic(parent):
+        _check_folders(parent)
+    for folder in glob.glob(parent or ".", recursive=True):
+        if os.path.isdir(folder):
+            try:
+                os.scandir(folder).close()
+            except OSError as error:
+                _raise_for_folder(error)
+
+
+def _raise_for_folder(error: OSError) -> NoReturn:
+    raise ValueError(f"{error.filename} cannot be read: {error.strerror}; {READABLE}") from error
 
 
 def _format_of(name: str) -> str:
@@ -215,8 +242,10 @@ def _decode_text(content: bytes, file: Path, *, start: int = 0) -> str:
 
 
 def _read_stdlib(file: Path, _: str) -> Iterator[str]:
+    with _open(file) as opened:
+        content = opened.read()
     try:
-        yield file.read_bytes().decode("utf-8")
+        yield content.decode()
     except UnicodeDecodeError:
         log.debug("skipped %s: not UTF-8", file)
 
@@ -300,31 +329,68 @@ def _no_text(where: str, field: str, *, kind: Any) -> str:
 
 
 def _read_parquet(file: Path, field: str) -> Iterator[str]:
+    _require_pyarrow(file)
+    import pyarrow.parquet
+
+    with (
+        _open(file),  # tells what cannot be opened
+        _telling_damage(file, "Parquet"),
+        pyarrow.parquet.ParquetFile(file) as source,
+    ):
+        _check_column(source.schema_arrow, field, file=file)
+        for records in source.iter_batches(batch_size=1024, columns=[field]):
+            yield from _texts(records.column(0))
+
+
+def _require_pyarrow(file: Path) -> None:
     try:
-        import pyarrow
-        import pyarrow.parquet
+        import pyarrow  # noqa: F401
     except ImportError as error:
         raise ValueError(
             f"{file} needs the package `pyarrow`: pip install 'jaxscale[data]'"
         ) from error
+
+
+@contextlib.contextmanager
+def _telling_damage(file: Path, kind: str) -> Iterator[None]:
+    import pyarrow
+
     try:
-        source = pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{file} is not Parquet: {error}") from error
-    with source:
-        names = source.schema_arrow.names
-        if names.count(field) != 1:
-            raise ValueError(_no_field(str(file), field, names=names))
-        kind = source.schema_arrow.field(field).type
-        if kind not in (pyarrow.string(), pyarrow.large_string()):
-            raise ValueError(_no_text(str(file), field, kind=kind))
-        for records in source.iter_batches(batch_size=1024, columns=[field]):
-            for text in records.column(0).to_pylist():
-                yield text or ""
+        yield
+    except (pyarrow.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())  # some have several lines
+        raise ValueError(
+            f"{file} is not {kind}, or damaged: {reason}; copy it again, or move it away"
+        ) from error
 
 
-def _open(file: Path) -> gzip.GzipFile | BinaryIO:
-    return gzip.open(file) if file.suffix == ".gz" else open(file, "rb")
+def _check_column(schema: Any, field: str, *, file: Path) -> None:
+    import pyarrow
+
+    if schema.names.count(field) != 1:
+        raise ValueError(_no_field(str(file), field, names=schema.names))
+    kind = schema.field(field).type
+    if kind not in (pyarrow.string(), pyarrow.large_string()):
+        raise ValueError(_no_text(str(file), field, kind=kind))
+
+
+def _texts(column: Any) -> Iterator[str]:
+    column.validate(full=True)  # offsets that point elsewhere would be followed
+    for text in column.to_pylist():
+        yield text or ""
+
+
+@contextlib.contextmanager
+def _open(file: Path) -> Iterator[gzip.GzipFile | BinaryIO]:
+    """The file as bytes, unpacked. What goes wrong while it is read is told by its name."""
+    try:
+        with gzip.open(file) if file.name.lower().endswith(".gz") else open(file, "rb") as opened:
+            yield opened
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{file} cannot be read: {reason}; copy it again, or move it away"
+        ) from error
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {

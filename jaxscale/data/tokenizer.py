@@ -1,12 +1,18 @@
 """Text to token ids and back."""
 
+import contextlib
 import hashlib
 import json
+import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from jaxscale.files import is_file, telling
 
 # Looked for in this order when no tokenizer_config.json beside the tokenizer.json names the token.
 END_OF_DOCUMENT_NAMES = (
@@ -18,6 +24,10 @@ END_OF_DOCUMENT_NAMES = (
     "[EOS]",
     "[SEP]",
 )
+MOST_IDS = 2**31
+MISSHAPEN = object()
+
+log = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -69,27 +79,29 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path):
-        path = Path(path).expanduser()
-        path = path / "tokenizer.json" if path.is_dir() else path
-        if not path.is_file():
-            raise ValueError(
-                f"config.data.tokenizer={str(path)!r} is no file; "
-                "give 'bytes' or the path of a tokenizer.json"
-            )
-        content = path.read_bytes()
-        self._tokenizer = _load(path, content)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        path = Path(os.path.expanduser(path))
+        path = path / "tokenizer.json" if os.path.isdir(path) else path
+        self._name = f"config.data.tokenizer={str(path)!r}"
+        with telling(f"{self._name} cannot be read", "make it readable, or copy it again"):
+            if not is_file(path):
+                raise ValueError(
+                    f"{self._name} is no file; give 'bytes' or the path of a tokenizer.json"
+                )
+            content = path.read_bytes()
+        self._tokenizer = _load(self._name, content)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
-        self.end_of_document = _end_of_document(path, vocabulary)
+        self.vocab_size = max(vocabulary.values(), default=0) + 1
+        if self.vocab_size > MOST_IDS:
+            raise ValueError(f"{self._name} has id {self.vocab_size - 1}; ids are int32")
+        self.end_of_document = _end_of_document(path, vocabulary, name=self._name)
         self.fingerprint = hashlib.sha256(content + b"%d" % self.end_of_document).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with _telling_damage(f"{self._name} cannot encode text"):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: ArrayLike) -> str:
@@ -102,34 +114,65 @@ def open_tokenizer(name: str) -> Tokenizer:
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
 
 
-def _load(path: Path, content: bytes) -> Any:
+def _load(name: str, content: bytes) -> Any:
     try:
         import tokenizers
     except ImportError as error:
         raise ValueError(
-            f"config.data.tokenizer={str(path)!r} needs the package `tokenizers`: "
-            "pip install 'jaxscale[data]'"
+            f"{name} needs the package `tokenizers`: pip install 'jaxscale[data]'"
         ) from error
+    with _telling_damage(f"{name} is not a tokenizer.json"):
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _telling_damage(what: str) -> Iterator[None]:
+    """`tokenizers` raises bare Exceptions, and BaseExceptions where its Rust panics."""
     try:
-        return tokenizers.Tokenizer.from_str(content.decode())
-    except Exception as error:  # tokenizers raises bare Exception
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {error}") from error
+
+
+def _end_of_document(path: Path, vocabulary: dict[str, int], *, name: str) -> int:
+    wanted = _named_token(path.with_name("tokenizer_config.json"))
+    if wanted in vocabulary:
+        return vocabulary[wanted]
+    found = next((token for token in END_OF_DOCUMENT_NAMES if token in vocabulary), None)
+    if found is None:
         raise ValueError(
-            f"config.data.tokenizer={str(path)!r} is not a tokenizer.json: {error}"
-        ) from error
+            f"{name} has no token that ends a document: none of {END_OF_DOCUMENT_NAMES}; "
+            'name it in a tokenizer_config.json beside it: {"eos_token": "..."}'
+        )
+    if wanted:
+        log.warning(
+            "%s: the eos_token %r of its tokenizer_config.json is not in its vocabulary; documents "
+            "end with %r",
+            name,
+            wanted,
+            found,
+        )
+    return vocabulary[found]
 
 
-def _end_of_document(path: Path, vocabulary: dict[str, int]) -> int:
-    config = path.with_name("tokenizer_config.json")
-    if config.is_file():
-        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token in vocabulary:
-            return vocabulary[token]
-    for token in END_OF_DOCUMENT_NAMES:
-        if token in vocabulary:
-            return vocabulary[token]
-    raise ValueError(
-        f"config.data.tokenizer={str(path)!r} has no token that ends a document: "
-        f"none of {END_OF_DOCUMENT_NAMES}; "
-        'name it in a tokenizer_config.json beside it: {"eos_token": "..."}'
-    )
+def _named_token(path: Path) -> str:
+    """The eos_token of a tokenizer_config.json; "" if there is none."""
+    with telling(f"{path} cannot be read", "make it readable, or move it away"):
+        content = path.read_bytes() if is_file(path) else b"{}"
+    try:
+        config = json.loads(content)
+    except (ValueError, RecursionError):
+        config = None
+    token = config.get("eos_token") if isinstance(config, dict) else MISSHAPEN
+    token = token.get("content", MISSHAPEN) if isinstance(token, dict) else token
+    if not isinstance(token, str | None):
+        raise ValueError(
+            f'{path} is not of the shape {{"eos_token": "..."}}, or {{"eos_token": {{"content": '
+            '"..."}}; correct it, or move it away'
+        )
+    return token or ""

@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxscale.data import ByteTokenizer, IndexedDataset, convert
+from jaxscale.data import ByteTokenizer, IndexedDataset, convert, indexed, text
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -104,6 +105,52 @@ def test_a_failed_build_leaves_nothing(corpus, tmp_path):
     with pytest.raises(ValueError, match="not UTF-8"):
         cached(corpus, tmp_path)
     assert cached_prefixes(tmp_path) == []
+
+
+def full_disk(descriptor):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(
+        ValueError, match=r"cache .*/cache cannot be written to: No space .*config.data.cache_dir"
+    ):
+        cached(corpus, tmp_path)
+    assert cached_prefixes(tmp_path) == []
+    with pytest.raises(OSError, match="No space left"):
+        convert.convert(str(corpus), tmp_path / "out", tokenizer=ByteTokenizer())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "corpus"]
+    monkeypatch.undo()
+    assert len(texts_of(cached(corpus, tmp_path))) == 50
+
+
+def test_a_cache_that_is_a_file_or_cannot_be_written_is_told(corpus, tmp_path, monkeypatch):
+    (tmp_path / "cache").touch()
+    with pytest.raises(ValueError, match="cache cannot be written to: File exists"):
+        cached(corpus, tmp_path)
+    (tmp_path / "cache").unlink()
+    expected = texts_of(cached(corpus, tmp_path))
+
+    def read_only(path, mode="r", **options):
+        if "w" in mode:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return open(path, mode, **options)
+
+    for module in (convert, indexed):
+        monkeypatch.setattr(module, "open", read_only, raising=False)
+    assert texts_of(cached(corpus, tmp_path)) == expected
+    (corpus / "00.txt").write_text("changed")
+    with pytest.raises(ValueError, match="cache cannot be written to: Read-only file system"):
+        cached(corpus, tmp_path)
+
+
+def test_text_that_goes_away_is_told(corpus, tmp_path, monkeypatch):
+    listed = text.find_files(str(corpus))
+    monkeypatch.setattr(text, "find_files", lambda path, format: listed)
+    (corpus / "07.txt").unlink()
+    with pytest.raises(ValueError, match="07.txt cannot be read: No such file"):
+        cached(corpus, tmp_path)
 
 
 def test_processes_that_build_at_once_convert_once_and_agree(corpus, tmp_path, spawn):

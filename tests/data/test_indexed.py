@@ -1,10 +1,11 @@
+import errno
 import os
 import struct
 
 import numpy as np
 import pytest
 
-from jaxscale.data import IndexedDataset, IndexedWriter
+from jaxscale.data import IndexedDataset, IndexedWriter, indexed
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
@@ -167,6 +168,27 @@ def test_a_bin_longer_than_its_index_says_they_do_not_belong_together(make_store
         IndexedDataset(store.prefix)
 
 
+def test_a_store_that_cannot_be_read_is_named(tmp_path, monkeypatch, make_store):
+    store = make_store(DOCUMENTS)
+
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    for function in ("is_file", "open"):
+        with monkeypatch.context() as patch:
+            patch.setattr(indexed, function, refused, raising=False)
+            with pytest.raises(ValueError, match="store cannot be read: Permission denied; "):
+                IndexedDataset(store.prefix)
+
+
+def test_document_bounds_whose_differences_overflow_are_refused(tmp_path):
+    quarter = 2**62
+    bounds = [0, quarter, -2 * quarter, -quarter, 3]  # each difference wraps to 2**62
+    megatron_store(tmp_path / "m", DOCUMENTS, bounds=bounds)
+    with pytest.raises(ValueError, match="falling at document 1"):
+        IndexedDataset(tmp_path / "m")
+
+
 POINTERS = 34 + 3 * 4
 
 
@@ -241,3 +263,24 @@ def test_a_rewrite_replaces_the_store_and_never_shows_an_index_beside_another_bi
     monkeypatch.setattr(os, "replace", watched_replace)
     assert documents_of(make_store([[7]])) == [[7]]
     assert index_seen == [False, False]
+
+
+@pytest.mark.parametrize("moment", ["adding", "closing"])
+def test_a_full_disk_leaves_no_file_and_the_old_store(tmp_path, make_store, monkeypatch, moment):
+    before = documents_of(make_store(DOCUMENTS))
+    names = {"adding": ".bin", "closing": ".idx"}
+
+    def open_on_full_disk(path, mode, **options):
+        full = names[moment] in path and "w" in mode
+        if full:
+            open(path, mode).close()
+        return open("/dev/full" if full else path, mode, **options)
+
+    monkeypatch.setattr(indexed, "open", open_on_full_disk, raising=False)
+    with pytest.raises(OSError, match="No space left"):
+        with IndexedWriter(tmp_path / "store", np.uint16) as writer:
+            for _ in range(1000):
+                writer.add(np.zeros(1000, np.uint16))
+    monkeypatch.undo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store.bin", "store.idx"]
+    assert documents_of(IndexedDataset(tmp_path / "store")) == before

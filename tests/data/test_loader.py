@@ -243,6 +243,16 @@ def test_unigram_entropy_of_a_large_store_is_a_sample_and_says_so(
     assert f"counted 4096 of {corpus.train.num_tokens} train tokens" in caplog.text
 
 
+@pytest.mark.parametrize("value", [-1, 1000, 2**31 - 1])
+def test_a_bad_id_that_only_the_entropy_reads_is_refused_by_its_place(make_store, value):
+    documents = [[1] * 1000 for _ in range(20)]
+    documents[3][700] = value  # between the rows that are looked at first
+    config = settings(make_store(documents, dtype=np.int32).prefix)
+    corpus = open_dataset(config, seed=0, seq_len=16, vocab_size=1000)
+    with pytest.raises(ValueError, match=f"document 3 holds id {value} at position 700"):
+        corpus.unigram_entropy()
+
+
 def test_the_python_library_opens_by_its_name(tmp_path):
     config = settings("python-stdlib", cache_dir=str(tmp_path), eval_fraction=0.01)
     corpus = open_dataset(config, seed=0, seq_len=1024, vocab_size=257)

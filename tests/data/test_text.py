@@ -1,4 +1,6 @@
+import builtins
 import csv
+import errno
 import gzip
 import json
 import os
@@ -227,6 +229,86 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"four\n\n" * 200 + b"\xff")
     with pytest.raises(ValueError, match=r"a.txt is not UTF-8 at byte 1203"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["text", "jsonl", "csv", "json"])
+def test_a_damaged_gzip_file_is_named(tmp_path, format):
+    texts = [os.urandom(20).hex() for _ in range(100)]
+    records = [{"text": text} for text in texts]
+    content = {
+        "text": "\n\n".join(texts),
+        "jsonl": "\n".join(map(json.dumps, records)),
+        "csv": "\n".join(["text", *texts]),
+        "json": json.dumps(records),
+    }[format]
+    whole = gzip.compress(content.encode())
+    for damaged, reason in (
+        (whole[:-300], "Compressed file ended before"),
+        (b"plain", "Not a gzipped file"),
+        (whole[:40] + b"\xff" * 40 + whole[80:], "Error -3 while decompressing"),
+        (whole[:-8] + b"\xff" * 8, "CRC check failed"),
+    ):
+        (tmp_path / "a.gz").write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"a.gz cannot be read: {reason}"):
+            read(tmp_path / "a.gz", format=format)
+
+
+def refuse(monkeypatch, module, function, *, path):
+    """From now on the function refuses this path: root, who runs tests, is refused nothing."""
+    allowed = getattr(module, function, None) or getattr(builtins, function)
+
+    def refused(*arguments, **options):
+        if os.fspath(arguments[0]) == str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return allowed(*arguments, **options)
+
+    monkeypatch.setattr(module, function, refused, raising=False)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_text("{}")
+    refuse(monkeypatch, text, "open", path=tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} cannot be read: Permission denied; "):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.txt", "*/*.txt", "locked/*.txt"])
+def test_a_folder_that_may_not_be_read_is_named_and_not_passed_over(tmp_path, monkeypatch, pattern):
+    for name in ("open", "locked"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(name)
+    refuse(monkeypatch, os, "scandir", path=tmp_path / "locked")
+    with pytest.raises(ValueError, match="/locked cannot be read: Permission denied; make it"):
+        read(tmp_path / pattern)
+    assert read(tmp_path / "open/*.txt") == ["open"]
+
+
+def test_a_path_below_a_folder_that_may_not_be_read_is_not_called_missing(tmp_path, monkeypatch):
+    refuse(monkeypatch, os, "stat", path=tmp_path / "a.txt")
+    with pytest.raises(ValueError, match="a.txt' cannot be read: Permission denied"):
+        read(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("pattern", ["", "*"])
+def test_links_to_nothing_and_pipes_are_named_and_not_passed_over(tmp_path, pattern):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match="b.txt cannot be read: No such file or directory"):
+        read(tmp_path / pattern)
+    (tmp_path / "b.txt").unlink()
+    os.mkfifo(tmp_path / "c.txt")
+    with pytest.raises(ValueError, match="c.txt is no regular file"):
+        read(tmp_path / pattern)
+
+
+def test_damaged_parquet_is_named(tmp_path):
+    write_parquet(tmp_path / "a.parquet", text=[f"text {number}" for number in range(1000)])
+    whole = (tmp_path / "a.parquet").read_bytes()
+    for content in (b"", whole[:-1], whole[: len(whole) // 2], whole[:20] + whole[60:]):
+        (tmp_path / "a.parquet").write_bytes(content)
+        with pytest.raises(ValueError, match="a.parquet is not Parquet, or damaged: .*copy it"):
+            read(tmp_path)
 
 
 def test_a_path_without_files_is_refused(tmp_path):

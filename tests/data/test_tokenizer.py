@@ -1,5 +1,8 @@
 import builtins
+import errno
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,6 +77,25 @@ def test_the_tokenizer_config_beside_it_names_the_end_of_document(tmp_path, eos)
     assert tokenizer.fingerprint != fingerprint
 
 
+@pytest.mark.parametrize(
+    "content", ["", "[]", '"x"', '{"eos_token": 5}', '{"eos_token": ["x"]}', '{"eos_token": {}}']
+)
+def test_a_tokenizer_config_of_another_shape_is_named(tmp_path, content):
+    path = write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match='tokenizer_config.json is not of the shape {"eos_token'):
+        HuggingFaceTokenizer(path)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"eos_token": null}', '{"eos_token": "<gone>"}'])
+def test_without_a_known_eos_token_a_usual_name_ends_documents(tmp_path, content, caplog):
+    path = write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    assert HuggingFaceTokenizer(path).end_of_document == 5
+    said = "the eos_token '<gone>' of its tokenizer_config.json is not in its vocabulary"
+    assert (said in caplog.text) == ("<gone>" in content)
+
+
 def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no token that ends a document.*tokenizer_config.json"):
         HuggingFaceTokenizer(write_tokenizer(tmp_path, special=[]))
@@ -87,9 +109,34 @@ def test_a_missing_tokenizer_is_named(tmp_path):
 
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is not a tokenizer.json"):
-        open_tokenizer(str(tmp_path))
+    for content in (b"{}", b"", b"[]", b"\xff", b'{"model": {"type": "BPE"}}'):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"tokenizer.json' is not a tokenizer.json"):
+            open_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_that_fails_at_a_text_or_has_huge_ids_is_named(tmp_path):
+    path = write_tokenizer(tmp_path)
+    damaged = json.loads(path.read_text())
+    del damaged["model"]["vocab"]["[UNK]"]
+    path.write_text(json.dumps(damaged))
+    with pytest.raises(ValueError, match=r"tokenizer.json' cannot encode text: .*UNK"):
+        HuggingFaceTokenizer(path).encode("unseen")
+    damaged["model"]["vocab"]["mat"] = 2**31
+    path.write_text(json.dumps(damaged))
+    with pytest.raises(ValueError, match=r"tokenizer.json' has id 2147483648; ids are int32"):
+        HuggingFaceTokenizer(path)
+
+
+def test_a_tokenizer_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    path = write_tokenizer(tmp_path)
+
+    def refused(_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(ValueError, match=r"tokenizer.json' cannot be read: Permission denied"):
+        open_tokenizer(str(path))
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):

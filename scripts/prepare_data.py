@@ -9,13 +9,19 @@ Training on text directly does the same on first use, into a cache; this is for 
 share, and for machines that should not keep it twice. Needs twice the store's size while it runs.
 """
 
-import time
+import logging
+import os
+import re
+import sys
 
-from absl import app, flags, logging
+from absl import app, flags
 
+from jaxscale.command_line import EXIT_MISTAKE, tell
 from jaxscale.data import indexed
 from jaxscale.data.convert import convert
+from jaxscale.data.text import describe_files, find_files
 from jaxscale.data.tokenizer import open_tokenizer
+from jaxscale.files import telling
 
 FORMATS = ("auto", "text", "jsonl", "json", "csv", "parquet")
 
@@ -33,35 +39,73 @@ TEXT_FIELD = flags.DEFINE_string("text_field", "text", "the field or column that
 OVERWRITE = flags.DEFINE_bool("overwrite", False, "replace an existing store")
 flags.mark_flags_as_required(["input", "output"])
 
+# What jaxscale calls them, where it speaks of a run's settings.
+FLAG_OF_SETTING = {
+    "config.data.path": "--input",
+    "config.data.tokenizer": "--tokenizer",
+    "config.data.format": "--format",
+    "config.data.text_field": "--text_field",
+}
+EXIT_INTERRUPTED = 130
 
-def main(argv: list[str]) -> None:
-    if argv[1:]:
-        raise app.UsageError(
-            f"unexpected {argv[1:]}: quote globs, so that the shell does not expand them"
-        )
-    prefix = indexed.strip_suffix(str(OUTPUT.value))
-    if indexed.is_store(prefix) and not OVERWRITE.value:
-        raise app.UsageError(
-            f"{prefix}.bin or .idx exists; pass --overwrite to replace it, or another --output"
-        )
-    start = time.monotonic()
+
+def main(argv: list[str]) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
+    logging.getLogger("jaxscale").setLevel(logging.INFO)
     try:
-        tokenizer = open_tokenizer(TOKENIZER.value)
-        store = convert(
-            str(INPUT.value),
-            prefix,
-            tokenizer=tokenizer,
-            format=FORMAT.value,
-            text_field=TEXT_FIELD.value,
-        )
+        prepare(argv[1:])
     except ValueError as error:
-        raise app.UsageError(str(error)) from error
-    seconds = time.monotonic() - start
-    logging.info("%d documents, %d tokens in %.1f s", len(store), store.num_tokens, seconds)
-    logging.info(
-        "train with --config.data.path=%s, vocab_size at least %d", prefix, tokenizer.vocab_size
+        return tell(ValueError(in_flags(str(error))), EXIT_MISTAKE)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def prepare(words: list[str]) -> None:
+    if words:
+        raise ValueError(
+            f"{words[0]!r} is no flag; write --key=value, and quote globs, so that the shell does "
+            "not expand them"
+        )
+    path, prefix = str(INPUT.value), checked_prefix(str(OUTPUT.value))
+    tokenizer = open_tokenizer(TOKENIZER.value)
+    format, files = find_files(path, FORMAT.value)
+    print(describe_files(path, files, format=format), file=sys.stderr)
+    with telling(f"--output={prefix} cannot be written", "make room for twice the store's size"):
+        store = convert(
+            path, prefix, tokenizer=tokenizer, format=format, text_field=TEXT_FIELD.value
+        )
+    print(
+        f"{prefix}: {len(store):,} documents, {store.num_tokens:,} tokens\n"
+        f"train with --config.data.path={prefix} and --config.model.vocab_size at least "
+        f"{tokenizer.vocab_size}",
+        file=sys.stderr,
     )
 
 
+def checked_prefix(output: str) -> str:
+    prefix = indexed.strip_suffix(output)
+    if os.path.basename(prefix) in ("", ".", ".."):
+        raise ValueError(f"--output={output!r} names no store; give a prefix such as data/corpus")
+    if indexed.is_store(prefix) and not OVERWRITE.value:
+        raise ValueError(
+            f"{prefix}.bin or .idx exists; pass --overwrite to replace it, or another --output"
+        )
+    return prefix
+
+
+def in_flags(message: str) -> str:
+    return re.sub(
+        r"config\.data\.\w+", lambda match: FLAG_OF_SETTING.get(match[0], match[0]), message
+    )
+
+
+def parse(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(tell(error, EXIT_MISTAKE))
+
+
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse)

@@ -24,6 +24,7 @@ FORMAT_VERSION = 2
 ORDER_SEED = 0
 # One call of a tokenizer: enough for its threads to share, small enough to stay in memory.
 CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 1024, 2**22
+PROGRESS_SECONDS = 5.0
 WRITABLE_CACHE = (
     "text is converted there, which takes twice the tokens' size: make room, or set "
     "config.data.cache_dir to another folder"
@@ -59,11 +60,11 @@ def convert(
     folder.mkdir(parents=True)
     try:
         with IndexedWriter(folder / "in_order", dtype) as writer:
-            num_empty = _write_in_order(writer, documents, tokenizer=tokenizer)
+            num_empty = _write_in_order(writer, documents, tokenizer=tokenizer, name=path)
         if num_empty:
             log.warning("%s: skipped %d documents without text", path, num_empty)
         with IndexedWriter(prefix, dtype) as writer:
-            _write_shuffled(writer, IndexedDataset(folder / "in_order"))
+            _write_shuffled(writer, IndexedDataset(folder / "in_order"), name=path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return IndexedDataset(prefix)
@@ -108,21 +109,45 @@ def default_cache_dir() -> Path:
 
 
 def _write_in_order(
-    writer: IndexedWriter, documents: Iterable[str], *, tokenizer: Tokenizer
+    writer: IndexedWriter, documents: Iterable[str], *, tokenizer: Tokenizer, name: str
 ) -> int:
     """The number of documents without text, which are left out."""
-    num_empty, end = 0, np.array([tokenizer.end_of_document], writer.dtype)
+    num_empty = num_tokens = num_bytes = 0
+    end, progress = np.array([tokenizer.end_of_document], writer.dtype), _Progress(name)
     for chunk in _chunks(documents):
         filled = [document for document in chunk if document]
         num_empty += len(chunk) - len(filled)
         for ids in tokenizer.encode_batch(filled):
             writer.add(np.concatenate([ids.astype(writer.dtype), end]))
+            num_tokens += len(ids) + 1
+        num_bytes += sum(len(document.encode()) for document in filled)
+        speed = num_bytes / progress.seconds / 1e6
+        progress.tell(
+            f"{writer.num_documents:,} documents, {num_tokens:,} tokens, {speed:.1f} MB/s"
+        )
     if not writer.num_documents:
         raise ValueError(
             f"none of the {num_empty} documents holds text; check config.data.path and "
             "config.data.text_field"
         )
     return num_empty
+
+
+class _Progress:
+    """Logs how far it is, every PROGRESS_SECONDS at most."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._start = self._told = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return max(time.monotonic() - self._start, 1e-9)
+
+    def tell(self, message: str) -> None:
+        if time.monotonic() - self._told >= PROGRESS_SECONDS:
+            self._told = time.monotonic()
+            log.info("%s: %s", self._name, message)
 
 
 def _chunks(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -136,12 +161,13 @@ def _chunks(documents: Iterable[str]) -> Iterator[list[str]]:
     yield chunk
 
 
-def _write_shuffled(writer: IndexedWriter, source: IndexedDataset) -> None:
-    keys = derive_keys(ORDER_SEED)
+def _write_shuffled(writer: IndexedWriter, source: IndexedDataset, *, name: str) -> None:
+    keys, progress = derive_keys(ORDER_SEED), _Progress(name)
     for first in range(0, len(source), 2**16):
         block = np.arange(first, min(first + 2**16, len(source)))
         for number in permute(block, len(source), keys=keys):
             writer.add(source[number])
+        progress.tell(f"{writer.num_documents:,} of {len(source):,} documents in hashed order")
 
 
 def _fingerprint(files: text.Files, tokenizer: Tokenizer, *, format: str, text_field: str) -> str:

@@ -1,6 +1,8 @@
 import contextlib
 import errno
+import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -202,9 +204,25 @@ def test_the_default_cache_follows_xdg(monkeypatch, tmp_path):
     assert convert.default_cache_dir() == Path.home() / ".cache" / "jaxscale" / "data"
 
 
-def run_script(*arguments):
+def test_progress_is_logged_with_documents_tokens_and_speed(corpus, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(convert, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(convert, "CHUNK_DOCUMENTS", 20)
+    with caplog.at_level("INFO", "jaxscale"):
+        convert.convert(str(corpus), tmp_path / "out", tokenizer=ByteTokenizer())
+    found = re.findall(rf"{corpus}: (.*) documents, (.*) tokens, (.*) MB/s", caplog.text)
+    # "text 0" to "text 9" have 6 bytes, the others 7; and each its end.
+    assert [(int(documents), int(tokens)) for documents, tokens, _ in found] == [
+        (20, 150),
+        (40, 310),
+        (50, 390),
+    ]
+    assert all(float(speed) >= 0 for *_, speed in found)
+    assert f"{corpus}: 50 of 50 documents in hashed order" in caplog.text
+
+
+def run_script(*arguments, before=()):
     environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
-    command = [sys.executable, SCRIPTS / "prepare_data.py", *arguments]
+    command = [*before, sys.executable, SCRIPTS / "prepare_data.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
@@ -213,7 +231,84 @@ def test_prepare_data_writes_a_store_and_refuses_to_replace_it(corpus, tmp_path)
     result = run_script(*arguments)
     assert result.returncode == 0, result.stderr
     assert len(texts_of(IndexedDataset(tmp_path / "made" / "store"))) == 50
+    assert "50 files, " in result.stderr and " as text" in result.stderr
+    assert "50 documents, 390 tokens" in result.stderr
     assert "vocab_size at least 257" in result.stderr
-    again = run_script(*arguments)
-    assert again.returncode != 0 and "pass --overwrite" in again.stderr + again.stdout
+    assert_mistake(run_script(*arguments), "made/store.bin or .idx exists; pass --overwrite")
     assert run_script(*arguments, "--overwrite").returncode == 0
+
+
+def assert_mistake(result, *fragments):
+    assert result.returncode == 2, result.stderr
+    assert "\nerror: " in result.stderr
+    assert "Traceback" not in result.stderr and "config." not in result.stderr
+    for fragment in fragments:
+        assert fragment in result.stderr, result.stderr
+
+
+# Arguments besides the usual --input and --output -> what the message says.
+MISTAKES = {
+    "--output=": ("--output='' names no store; give a prefix",),
+    "--output=data/": ("--output='data/' names no store",),
+    "--output=.bin": ("--output='.bin' names no store",),
+    "--output=text/0.txt/store": ("--output=text/0.txt/store cannot be written: Not a directory",),
+    "--input=nowhere": ("--input='nowhere' finds no file",),
+    "--input=mixed": ("--input='mixed' mixes formats", "set --format"),
+    "--input=mixed/a.json": ("set --format to json", "or text"),
+    "--input=mixed/b.jsonl": ("has no field 'text', only ['body']; set --text_field",),
+    "--input=bad.txt": ("bad.txt is not UTF-8 at byte 0", "narrow --input to a glob"),
+    "--input=empty.txt": ("check --input and --text_field",),
+    "--tokenizer=nowhere": ("--tokenizer='nowhere' is no file",),
+    "--format=word": ("--format", "json"),
+    "--outptu=x": ("outptu", "output"),
+    "text/1.txt": ("'text/1.txt' is no flag", "quote globs"),
+}
+
+
+# Imports once what the script imports, then runs each command line in a fork: 20 s less.
+IN_FORKS = """
+import json, os, runpy, sys
+import jaxscale.command_line, jaxscale.data.convert
+script, *commands = json.loads(sys.argv[1])
+for number, arguments in enumerate(commands):
+    if os.fork() == 0:
+        os.dup2(os.open(f"{number}.err", os.O_WRONLY | os.O_CREAT), 2)
+        sys.argv = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_prepare_data_tells_mistakes_by_its_own_flags_and_writes_nothing(tmp_path):
+    for name in ("text/0.txt", "text/1.txt", "empty.txt", "mixed/a.json", "mixed/b.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("" if name == "empty.txt" else '{"body": "some"}')
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    before = {*tmp_path.rglob("*")}
+    commands = [["--input=text", "--output=out", argument] for argument in MISTAKES]
+    words = json.dumps([str(SCRIPTS / "prepare_data.py"), *commands, ["--input=text"]])
+    environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
+    result = subprocess.run(
+        [sys.executable, "-c", IN_FORKS, words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    codes = [int(line) for line in result.stdout.split()]
+    errors = [tmp_path / f"{number}.err" for number in range(len(codes))]
+    expected = [*MISTAKES.values(), ("--output",)]
+    for code, error, fragments in zip(codes, errors, expected, strict=True):
+        result = subprocess.CompletedProcess([], code, stderr=error.read_text())
+        assert_mistake(result, *fragments)
+    assert {*tmp_path.rglob("*")} - {*errors} == before
+
+
+def test_prepare_data_on_a_full_disk_leaves_nothing(corpus, tmp_path):
+    (corpus / "00.txt").write_text("long " * 100_000)
+    # No file may get larger than 100 KiB, which the system refuses as it does on a full disk.
+    shell = ["bash", "-c", 'ulimit -f 100 && exec "$@"', "-"]
+    result = run_script(f"--input={corpus}", f"--output={tmp_path}/out", before=shell)
+    assert_mistake(result, "out cannot be written: File too large; make room")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus"]

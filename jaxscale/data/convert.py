@@ -1,4 +1,7 @@
-"""Documents -> a token store: `convert` writes one where asked, `cached_store` in the cache."""
+"""Documents -> a token store: `convert` writes one where asked, `cached_store` in the cache.
+
+`train_tokenizer` makes the tokenizer first, of the same documents.
+"""
 
 import contextlib
 import hashlib
@@ -15,7 +18,7 @@ import numpy as np
 from jaxscale.data import text
 from jaxscale.data.indexed import IndexedDataset, IndexedWriter, StorePath, is_store
 from jaxscale.data.permutation import derive_keys, permute
-from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.data.tokenizer import Tokenizer, train_bpe
 from jaxscale.files import cache_folder, telling
 
 # Part of the cache key: raise it when the same text and tokenizer give another store.
@@ -68,6 +71,37 @@ def convert(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return IndexedDataset(prefix)
+
+
+def train_tokenizer(
+    path: str,
+    folder: Path,
+    *,
+    vocab_size: int,
+    format: str = "auto",
+    text_field: str = "text",
+) -> None:
+    """Trains a tokenizer on the text at `path` and writes it to `folder`, as Hugging Face does.
+
+    Raises as `convert`.
+    """
+    format, files = text.find_files(path, format)
+    if format == "indexed":
+        raise ValueError(f"{path!r} is a token store, and a tokenizer is trained on text")
+    documents = text.read_documents(path, files, format=format, text_field=text_field)
+    train_bpe(_counted(documents, path), folder, vocab_size=vocab_size)
+
+
+def _counted(documents: Iterable[str], name: str) -> Iterator[str]:
+    progress, num_bytes = _Progress(name), 0
+    for number, document in enumerate(documents, 1):
+        num_bytes += len(document.encode())
+        progress.tell(
+            f"{number:,} documents counted for the tokenizer, "
+            f"{num_bytes / progress.seconds / 1e6:.1f} MB/s"
+        )
+        yield document
+    log.info("%s: choosing the tokenizer's tokens", name)
 
 
 def cached_store(

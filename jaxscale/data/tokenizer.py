@@ -1,18 +1,18 @@
-"""Text to token ids and back."""
+"""Text to token ids and back; and a tokenizer trained on text."""
 
 import contextlib
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxscale.files import is_file, telling
+from jaxscale.files import is_file, telling, write_atomically
 
 # Looked for in this order when no tokenizer_config.json beside the tokenizer.json names the token.
 END_OF_DOCUMENT_NAMES = (
@@ -24,6 +24,8 @@ END_OF_DOCUMENT_NAMES = (
     "[EOS]",
     "[SEP]",
 )
+# Of tokenizers that are trained here.
+END_OF_DOCUMENT = "<|endoftext|>"
 MOST_IDS = 2**31
 MISSHAPEN = object()
 
@@ -114,13 +116,50 @@ def open_tokenizer(name: str) -> Tokenizer:
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
 
 
-def _load(name: str, content: bytes) -> Any:
+def train_bpe(documents: Iterable[str], folder: Path, *, vocab_size: int) -> None:
+    """Trains a byte-level BPE (Radford et al. 2019, section 2.2) and writes its two files.
+
+    vocab_size: with the 256 bytes and the end of a document; a text with fewer pairs of tokens
+    gives a smaller one, with a warning. The same documents give the same tokenizer. The words of
+    the text, each once, must fit into memory.
+    """
+    tokenizers = _require_tokenizers("a tokenizer to be trained")
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    if (found := tokenizer.get_vocab_size()) < vocab_size:
+        log.warning("the text gives %d tokens, not the %d asked for", found, vocab_size)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_DOCUMENT,
+        "clean_up_tokenization_spaces": False,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
+    write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=2).encode())
+
+
+def _require_tokenizers(name: str) -> Any:
     try:
         import tokenizers
     except ImportError as error:
         raise ValueError(
             f"{name} needs the package `tokenizers`: pip install 'jaxscale[data]'"
         ) from error
+    return tokenizers
+
+
+def _load(name: str, content: bytes) -> Any:
+    tokenizers = _require_tokenizers(name)
     with _telling_damage(f"{name} is not a tokenizer.json"):
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         tokenizer.no_truncation()

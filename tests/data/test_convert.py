@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxscale.data import ByteTokenizer, IndexedDataset, convert, indexed, text
+from jaxscale.data import ByteTokenizer, IndexedDataset, convert, indexed, open_tokenizer, text
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -238,6 +238,21 @@ def test_prepare_data_writes_a_store_and_refuses_to_replace_it(corpus, tmp_path)
     assert run_script(*arguments, "--overwrite").returncode == 0
 
 
+def test_prepare_data_trains_a_tokenizer_and_keeps_it_beside_the_store(corpus, tmp_path):
+    arguments = [f"--input={corpus}", f"--output={tmp_path}/out", "--train_tokenizer=260"]
+    result = run_script(*arguments)
+    assert result.returncode == 0, result.stderr
+    assert f"--config.data.tokenizer={tmp_path}/out-tokenizer and" in result.stderr
+    tokenizer = open_tokenizer(str(tmp_path / "out-tokenizer"))
+    assert tokenizer.vocab_size == 260
+    store = IndexedDataset(tmp_path / "out")
+    texts = [tokenizer.decode(store[number]) for number in range(len(store))]
+    assert sorted(texts) == sorted(f"text {number}" for number in range(50))
+    for end in (".bin", ".idx"):
+        (tmp_path / f"out{end}").unlink()
+    assert_mistake(run_script(*arguments), "out-tokenizer exists; pass --overwrite")
+
+
 def assert_mistake(result, *fragments):
     assert result.returncode == 2, result.stderr
     assert "\nerror: " in result.stderr
@@ -259,6 +274,9 @@ MISTAKES = {
     "--input=bad.txt": ("bad.txt is not UTF-8 at byte 0", "narrow --input to a glob"),
     "--input=empty.txt": ("check --input and --text_field",),
     "--tokenizer=nowhere": ("--tokenizer='nowhere' is no file",),
+    "--train_tokenizer=100": ("--train_tokenizer=100", "[257, 1048576]"),
+    "--tokenizer=bytes --train_tokenizer=300": ("--tokenizer and --train_tokenizer exclude",),
+    "--train_tokenizer=300 --input=bad.txt": ("bad.txt is not UTF-8 at byte 0",),
     "--format=word": ("--format", "json"),
     "--outptu=x": ("outptu", "output"),
     "text/1.txt": ("'text/1.txt' is no flag", "quote globs"),
@@ -285,7 +303,7 @@ def test_prepare_data_tells_mistakes_by_its_own_flags_and_writes_nothing(tmp_pat
         (tmp_path / name).write_text("" if name == "empty.txt" else '{"body": "some"}')
     (tmp_path / "bad.txt").write_bytes(b"\xff")
     before = {*tmp_path.rglob("*")}
-    commands = [["--input=text", "--output=out", argument] for argument in MISTAKES]
+    commands = [["--input=text", "--output=out", *words.split()] for words in MISTAKES]
     words = json.dumps([str(SCRIPTS / "prepare_data.py"), *commands, ["--input=text"]])
     environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
     result = subprocess.run(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxscale.data import ByteTokenizer, HuggingFaceTokenizer, open_tokenizer
+from jaxscale.data.tokenizer import train_bpe
 
 TEXTS = ["", "plain", "naïve 😀 \x00\r\n", "日本語"]
 
@@ -151,3 +152,38 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_tokenizers)
     with pytest.raises(ValueError, match=r"pip install 'jaxscale\[data\]'"):
         open_tokenizer(str(path))
+
+
+WORDS = [f"{one} {other}\n" for one in ("the cat", "a dog") for other in ("sat", "ran", "söt")] * 9
+
+
+def test_a_trained_tokenizer_writes_any_text_and_its_own_in_fewer_tokens(tmp_path):
+    train_bpe(WORDS, tmp_path / "a" / "b", vocab_size=270)
+    tokenizer = open_tokenizer(str(tmp_path / "a" / "b"))
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (270, 0)
+    for text in (*TEXTS, *WORDS):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("the cat")) == 2 < len(tokenizer.encode("eht tac"))
+    assert tokenizer.encode("<|endoftext|>").tolist() == [0]
+
+
+def test_the_same_text_trains_the_same_tokenizer(tmp_path):
+    for name in ("a", "b"):
+        train_bpe(iter(WORDS), tmp_path / name, vocab_size=270)
+    one, other = (open_tokenizer(str(tmp_path / name)).fingerprint for name in ("a", "b"))
+    assert one == other
+
+
+def test_a_text_of_few_words_gives_a_smaller_tokenizer_and_says_so(tmp_path, caplog):
+    train_bpe(["ab ab"], tmp_path, vocab_size=300)
+    assert open_tokenizer(str(tmp_path)).vocab_size == 259  # "ab" and " ab"
+    assert caplog.messages == ["the text gives 259 tokens, not the 300 asked for"]
+
+
+def test_a_trained_tokenizer_opens_in_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    train_bpe(WORDS, tmp_path, vocab_size=270)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), open_tokenizer(tmp_path)
+    assert (theirs.eos_token_id, len(theirs)) == (ours.end_of_document, ours.vocab_size)
+    for text in (*TEXTS, *WORDS):
+        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text).tolist()

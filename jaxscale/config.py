@@ -63,6 +63,7 @@ class DataFormat(enum.StrEnum):
     JSON = "json"
     CSV = "csv"
     PARQUET = "parquet"
+    ARROW = "arrow"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -119,8 +120,9 @@ MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class DataConfig:
-    # 'python-stdlib' (the Python standard library's own source), a Megatron .bin/.idx prefix, or a
-    # file, folder or glob of text, JSONL or Parquet; or of JSON or CSV, which `format` must say.
+    # 'python-stdlib' (the Python standard library's own source), a Megatron .bin/.idx prefix, a
+    # folder that Hugging Face's `datasets` saved, or a file, folder or glob of text, JSONL, Parquet
+    # or Arrow; or of JSON or CSV, which `format` must say.
     path: str = "python-stdlib"
     format: DataFormat = DataFormat.AUTO
     # 'bytes', or the path of a Hugging Face tokenizer.json.

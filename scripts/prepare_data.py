@@ -23,16 +23,20 @@ from pathlib import Path
 from absl import app, flags
 
 from jaxscale.command_line import EXIT_MISTAKE, tell
+from jaxscale.config import DataFormat
 from jaxscale.data import indexed
 from jaxscale.data.convert import convert, train_tokenizer
 from jaxscale.data.text import describe_files, find_files
 from jaxscale.data.tokenizer import open_tokenizer
 from jaxscale.files import telling, write_atomically
 
-FORMATS = ("auto", "text", "jsonl", "json", "csv", "parquet")
+FORMATS = [format.value for format in DataFormat if format != DataFormat.INDEXED]
 
 INPUT = flags.DEFINE_string(
-    "input", None, "text, JSONL, JSON, CSV or Parquet: a file, folder or glob; or 'python-stdlib'"
+    "input",
+    None,
+    "text, JSONL, JSON, CSV, Parquet or Arrow: a file, folder or glob; a folder that `datasets` "
+    "saved; or 'python-stdlib'",
 )
 OUTPUT = flags.DEFINE_string(
     "output", None, "prefix of the store: OUTPUT.bin and OUTPUT.idx are written"

@@ -1,6 +1,7 @@
-"""Text on disk -> documents: plain files hold one each, JSONL, JSON, CSV and Parquet one a record.
+"""Text on disk -> documents: plain files hold one each, all other formats one a record.
 
-A plain file that is alone is cut into documents behind its blank lines.
+A plain file that is alone is cut into documents behind its blank lines. A folder that Hugging
+Face's `datasets` saved is the Arrow files that it names.
 """
 
 import contextlib
@@ -27,6 +28,8 @@ SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
     ".json": "json",
     ".csv": "csv",
     ".tsv": "csv",
@@ -49,6 +52,8 @@ LEAST_DOCUMENTS = 100
 # Its documents end here at the latest, with the line: what is cut into them is read piece by piece.
 MOST_DOCUMENT_BYTES = 2**20
 READABLE = "make it readable, or narrow config.data.path to a glob"
+# What ends an Arrow stream that was written to its end.
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 # (name, path) pairs. A name is relative to the folder asked for: a moved folder keeps its cache.
@@ -61,7 +66,7 @@ def find_files(path: str, format: str = "auto") -> tuple[str, Files]:
     """Returns (format, files): which format `path` is in, and its files, sorted by name.
 
     path: 'python-stdlib', a token store's prefix, a file, a folder (read recursively, hidden files
-        left out) or a glob.
+        left out), a dataset saved by `datasets` (of several splits: "train") or a glob.
     format: 'auto' goes by the suffixes. The files of 'indexed' are not listed.
     Raises ValueError if nothing is there, the suffixes of a folder disagree, or they do not say how
     to read the files.
@@ -70,6 +75,8 @@ def find_files(path: str, format: str = "auto") -> tuple[str, Files]:
         return "text", _stdlib_files()
     if format == "indexed" or (format == "auto" and indexed.is_store(path)):
         return "indexed", []
+    if format in ("auto", "arrow") and (files := _saved_dataset(path)):
+        return "arrow", files
     files = _list_files(path)
     if format == "auto":
         return _agreed(path, {name: _format_of(name) for name, _ in files}), files
@@ -132,11 +139,15 @@ def _list_files(path: str) -> Files:
             ".bin/.idx store, or a text, JSONL or Parquet file, folder or glob "
             "(quote a glob in the shell)"
         )
+    _check_files(files)
+    return sorted(files)
+
+
+def _check_files(files: Files) -> None:
     for _, file in files:
         with telling(f"{file} cannot be read", READABLE):
             if not stat.S_ISREG(file.stat().st_mode):
-                raise ValueError(f"{file} is no regular file; move it away, or narrow {path!r}")
-    return sorted(files)
+                raise ValueError(f"{file} is no regular file; move it away")
 
 
 def _visible_files(root: Path) -> Files:
@@ -167,6 +178,48 @@ def _raise_for_folder(error: OSError) -> NoReturn:
 def _format_of(name: str) -> str:
     name = name.lower().removesuffix(".gz")
     return SUFFIXES.get(os.path.splitext(name)[1], "text")
+
+
+def _saved_dataset(path: str) -> Files:
+    """The files of a folder that `save_to_disk` made, in its order; none of any other folder."""
+    root = folder = Path(os.path.expanduser(path))
+    with telling(f"config.data.path={path!r} cannot be read", READABLE):
+        if is_file(root / "dataset_dict.json"):
+            folder = root / _split_to_read(path, _names_in(root / "dataset_dict.json", "splits"))
+        elif not (is_file(root / "state.json") and is_file(root / "dataset_info.json")):
+            return []
+    names = _names_in(folder / "state.json", "_data_files")
+    files = [(str((folder / name).relative_to(root)), folder / name) for name in names]
+    _check_files(files)
+    return files
+
+
+def _split_to_read(path: str, splits: list[str]) -> str:
+    chosen = "train" if "train" in splits else splits[0]
+    others = ", ".join(split for split in splits if split != chosen)
+    if others and chosen != "train":
+        raise ValueError(
+            f"config.data.path={path!r} is a dataset of the splits {chosen}, {others}; "
+            f"set config.data.path to the folder of one, such as {os.path.join(path, chosen)!r}"
+        )
+    if others:
+        log.info("%s: of the dataset's splits train is read, and not %s", path, others)
+    return chosen
+
+
+def _names_in(file: Path, key: str) -> list[str]:
+    """The names in the list under the key, of a file that describes a saved dataset."""
+    value = _load_json(file, "save the dataset again")
+    listed = value.get(key) if isinstance(value, dict) else None
+    names = []
+    for entry in listed if isinstance(listed, list) and listed else [None]:
+        name = entry.get("filename") if isinstance(entry, dict) else entry
+        if not isinstance(name, str) or not name.isprintable() or os.path.basename(name) != name:
+            raise ValueError(
+                f"{file} should list names under {key!r}, and has {name!r}; save the dataset again"
+            )
+        names.append(name)
+    return names
 
 
 def _of_format(files: Files, format: str) -> Files:
@@ -265,17 +318,18 @@ def _read_jsonl(file: Path, field: str) -> Iterator[str]:
 
 def _read_json(file: Path, field: str) -> Iterator[str]:
     """An array of records, or one record."""
+    value = _load_json(file, "if it holds a record a line, set config.data.format=jsonl")
+    for number, record in enumerate(value if isinstance(value, list) else [value], 1):
+        yield _text_of(record, field, where=f"{file} record {number}")
+
+
+def _load_json(file: Path, fix: str) -> Any:
     with _open(file) as opened:
         content = _decode_text(opened.read(), file)
     try:
-        value = json.loads(content)
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{file} is not JSON: {error}; if it holds a record a line, set "
-            "config.data.format=jsonl"
-        ) from error
-    for number, record in enumerate(value if isinstance(value, list) else [value], 1):
-        yield _text_of(record, field, where=f"{file} record {number}")
+        raise ValueError(f"{file} is not JSON: {error}; {fix}") from error
 
 
 def _read_csv(file: Path, field: str) -> Iterator[str]:
@@ -342,6 +396,34 @@ def _read_parquet(file: Path, field: str) -> Iterator[str]:
             yield from _texts(records.column(0))
 
 
+def _read_arrow(file: Path, field: str) -> Iterator[str]:
+    _require_pyarrow(file)
+    import pyarrow
+
+    with _open(file), _telling_damage(file, "Arrow"), pyarrow.OSFile(str(file)) as source:
+        reader, batches = _open_arrow(source)
+        _check_column(reader.schema, field, file=file)
+        column = reader.schema.get_field_index(field)
+        for batch in batches:
+            for start in range(0, batch.num_rows, 1024):
+                yield from _texts(batch.column(column).slice(start, 1024))
+
+
+def _open_arrow(source: Any) -> tuple[Any, Iterable[Any]]:
+    """A reader of the file's schema, and its batches; of both formats, the file and the stream."""
+    import pyarrow
+
+    if source.read(6) == b"ARROW1":
+        reader = pyarrow.ipc.open_file(source)
+        return reader, map(reader.get_batch, range(reader.num_record_batches))
+    source.seek(max(0, source.size() - len(END_OF_STREAM)))
+    if source.read() != END_OF_STREAM:  # a stream that is cut between its batches reads as whole
+        raise pyarrow.ArrowInvalid("its end is missing")
+    source.seek(0)
+    reader = pyarrow.ipc.open_stream(source)
+    return reader, reader
+
+
 def _require_pyarrow(file: Path) -> None:
     try:
         import pyarrow  # noqa: F401
@@ -399,4 +481,5 @@ READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
     "json": _read_json,
     "csv": _read_csv,
     "parquet": _read_parquet,
+    "arrow": _read_arrow,
 }

@@ -311,6 +311,114 @@ def test_damaged_parquet_is_named(tmp_path):
             read(tmp_path)
 
 
+def write_arrow(path, *batches, as_file=False):
+    """As `datasets` writes it: a stream; or in the file format."""
+    import pyarrow
+
+    schema = pyarrow.schema({"n": pyarrow.int64(), "text": pyarrow.string()})
+    new = pyarrow.ipc.new_file if as_file else pyarrow.ipc.new_stream
+    with pyarrow.OSFile(str(path), "wb") as sink, new(sink, schema) as writer:
+        for texts in batches:
+            columns = [pyarrow.array(range(len(texts))), pyarrow.array(texts, pyarrow.string())]
+            writer.write_batch(pyarrow.record_batch(columns, schema=schema))
+
+
+def write_saved(folder, *shards):
+    """What `Dataset.save_to_disk` of datasets 5.2 leaves; its shards are each a list of texts."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05}-of-{len(shards):05}.arrow" for number in range(len(shards))]
+    for name, texts in zip(names, shards, strict=True):
+        write_arrow(folder / name, texts[:1], texts[1:])
+    state = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text('{"features": {}}')
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_arrow_files_are_read_batch_by_batch(tmp_path, as_file):
+    texts = [f"text {number}" for number in range(3000)]
+    write_arrow(tmp_path / "a.arrow", texts[:2000], [], texts[2000:], [None], as_file=as_file)
+    assert read(tmp_path) == [*texts, ""]
+
+
+def test_a_saved_dataset_is_read_in_the_order_of_its_state(tmp_path):
+    write_saved(tmp_path / "saved", ["one", "two"], ["three"])
+    assert read(tmp_path / "saved") == ["one", "two", "three"]
+    assert text.find_files(str(tmp_path / "saved"))[0] == "arrow"
+    (tmp_path / "saved" / "state.json").write_text(
+        '{"_data_files": [{"filename": "data-00001-of-00002.arrow"}]}'
+    )
+    assert read(tmp_path / "saved") == ["three"]
+
+
+def test_of_a_saved_dict_of_splits_train_is_read_and_the_others_are_named(tmp_path, caplog):
+    for split in ("test", "train", "odd"):
+        write_saved(tmp_path / "saved" / split, [split])
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["test", "train", "odd"]}')
+    with caplog.at_level("INFO", "jaxscale"):
+        assert read(tmp_path / "saved") == ["train"]
+    (message,) = caplog.messages
+    assert message.endswith("of the dataset's splits train is read, and not test, odd")
+    assert [name for name, _ in text.find_files(str(tmp_path / "saved"))[1]] == [
+        "train/data-00000-of-00001.arrow"
+    ]
+    assert read(tmp_path / "saved" / "test") == ["test"]
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["test", "odd"]}')
+    with pytest.raises(ValueError, match="the splits test, odd; set config.data.path to .*/test'"):
+        read(tmp_path / "saved")
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["odd"]}')
+    assert read(tmp_path / "saved") == ["odd"]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ("{", "state.json is not JSON: .*; save the dataset again"),
+        ("[]", "state.json should list names under '_data_files'"),
+        ('{"_data_files": []}', "should list names under '_data_files', and has None; save"),
+        ('{"_data_files": [{"filename": 5}]}', "and has 5; save the dataset again"),
+        ('{"_data_files": [{"filename": "../a"}]}', "and has '../a'; save the dataset again"),
+        ('{"_data_files": [{"filename": "a.arrow"}]}', "a.arrow cannot be read: No such file"),
+    ],
+)
+def test_a_saved_dataset_of_another_shape_is_named(tmp_path, state, message):
+    write_saved(tmp_path / "saved", ["one"])
+    (tmp_path / "saved" / "state.json").write_text(state)
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_damaged_arrow_is_named(tmp_path, as_file):
+    path = tmp_path / "a.arrow"
+    write_arrow(path, ["some text"], ["more"] * 100, as_file=as_file)
+    whole = path.read_bytes()
+    # The second batch and the end mark left out: what remains is a sound stream.
+    first = whole.index(b"some text") + 16
+    invalid = whole.replace(b"some", b"s\xffme")
+    for content in (b"", whole[:-1], whole[:first], whole[: len(whole) // 2], invalid):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="a.arrow is not Arrow, or damaged: .*copy it"):
+            read(tmp_path)
+    write_arrow(path, ["some text"], as_file=as_file)
+    with pytest.raises(ValueError, match=r"a.arrow has no field 'body', only \['n', 'text'\]"):
+        read(tmp_path, field="body")
+    with pytest.raises(ValueError, match="a.arrow: field 'n' holds a int64, not text"):
+        read(tmp_path, field="n")
+
+
+def test_a_dataset_that_datasets_saved_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    texts = [f"text {number}" for number in range(2500)]
+    saved = datasets.Dataset.from_dict({"text": texts, "n": range(2500)})
+    saved.save_to_disk(tmp_path / "one", num_shards=3)
+    assert read(tmp_path / "one") == texts
+    parts = saved.train_test_split(0.2)
+    parts.save_to_disk(tmp_path / "parts")
+    assert read(tmp_path / "parts") == parts["train"][:]["text"]
+    assert read(tmp_path / "parts" / "test") == parts["test"][:]["text"]
+
+
 def test_a_path_without_files_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none", tmp_path / "*.txt"):
         with pytest.raises(ValueError, match="finds no file; give 'python-stdlib', the prefix"):

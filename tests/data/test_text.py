@@ -378,6 +378,7 @@ def test_of_a_saved_dict_of_splits_train_is_read_and_the_others_are_named(tmp_pa
         ('{"_data_files": []}', "should list names under '_data_files', and has None; save"),
         ('{"_data_files": [{"filename": 5}]}', "and has 5; save the dataset again"),
         ('{"_data_files": [{"filename": "../a"}]}', "and has '../a'; save the dataset again"),
+        ('{"_data_files": ["a\\u0000b"]}', r"and has 'a\\x00b'; save the dataset again"),
         ('{"_data_files": [{"filename": "a.arrow"}]}', "a.arrow cannot be read: No such file"),
     ],
 )

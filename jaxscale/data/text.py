@@ -97,7 +97,9 @@ def describe_files(path: str, files: Files, *, format: str) -> str:
         return f"{path}: a token store"
     first, last = files[0][0], files[-1][0]
     names = first if first == last else f"{len(files)} files, {first} to {last}"
-    return f"{path}: reading {names} as {format}"
+    splits = _splits_of(path) if format == "arrow" else []
+    others = ", ".join(split for split in splits if not first.startswith(f"{split}{os.sep}"))
+    return f"{path}: reading {names} as {format}" + f", and not the splits {others}" * bool(others)
 
 
 def read_documents(path: str, files: Files, *, format: str, text_field: str) -> Iterator[str]:
@@ -184,8 +186,8 @@ def _saved_dataset(path: str) -> Files:
     """The files of a folder that `save_to_disk` made, in its order; none of any other folder."""
     root = folder = Path(os.path.expanduser(path))
     with telling(f"config.data.path={path!r} cannot be read", READABLE):
-        if is_file(root / "dataset_dict.json"):
-            folder = root / _split_to_read(path, _names_in(root / "dataset_dict.json", "splits"))
+        if splits := _splits_of(path):
+            folder = root / _split_to_read(path, splits)
         elif not (is_file(root / "state.json") and is_file(root / "dataset_info.json")):
             return []
     names = _names_in(folder / "state.json", "_data_files")
@@ -194,17 +196,19 @@ def _saved_dataset(path: str) -> Files:
     return files
 
 
+def _splits_of(path: str) -> list[str]:
+    """The splits of a saved DatasetDict; none of any other path."""
+    file = Path(os.path.expanduser(path), "dataset_dict.json")
+    return _names_in(file, "splits") if is_file(file) else []
+
+
 def _split_to_read(path: str, splits: list[str]) -> str:
-    chosen = "train" if "train" in splits else splits[0]
-    others = ", ".join(split for split in splits if split != chosen)
-    if others and chosen != "train":
-        raise ValueError(
-            f"config.data.path={path!r} is a dataset of the splits {chosen}, {others}; "
-            f"set config.data.path to the folder of one, such as {os.path.join(path, chosen)!r}"
-        )
-    if others:
-        log.info("%s: of the dataset's splits train is read, and not %s", path, others)
-    return chosen
+    if "train" in splits or len(splits) == 1:
+        return "train" if "train" in splits else splits[0]
+    raise ValueError(
+        f"config.data.path={path!r} is a dataset of the splits {', '.join(splits)}; set "
+        f"config.data.path to the folder of one, such as {os.path.join(path, splits[0])!r}"
+    )
 
 
 def _names_in(file: Path, key: str) -> list[str]:

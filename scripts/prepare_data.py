@@ -132,8 +132,10 @@ def checked_prefix(output: str) -> str:
     if TRAIN_TOKENIZER.value and flags.FLAGS["tokenizer"].present:
         raise ValueError("--tokenizer and --train_tokenizer exclude each other; leave one out")
     kept = tokenizer_folder(prefix)
-    if TRAIN_TOKENIZER.value and kept.exists() and not OVERWRITE.value:
-        raise ValueError(f"{kept} exists; pass --overwrite to replace it, or another --output")
+    if TRAIN_TOKENIZER.value and (kept.is_file() or (kept.exists() and not OVERWRITE.value)):
+        raise ValueError(
+            f"{kept} exists; pass --overwrite to replace a tokenizer there, or another --output"
+        )
     return prefix
 
 

@@ -99,7 +99,8 @@ def describe_files(path: str, files: Files, *, format: str) -> str:
     names = first if first == last else f"{len(files)} files, {first} to {last}"
     splits = _splits_of(path) if format == "arrow" else []
     others = ", ".join(split for split in splits if not first.startswith(f"{split}{os.sep}"))
-    return f"{path}: reading {names} as {format}" + f", and not the splits {others}" * bool(others)
+    left_out = f", and not the splits {others}" if others else ""
+    return f"{path}: reading {names} as {format}{left_out}"
 
 
 def read_documents(path: str, files: Files, *, format: str, text_field: str) -> Iterator[str]:

@@ -41,6 +41,13 @@ class ConfigFile(flags.ArgumentParser):
             raise ValueError(str(error.__context__)) from None
         config = run_config.from_config_dict(config)
         for word in self._words:
+            if model := re.match(r"--?config\.model=(.*)", word):
+                config.model = run_config.model_from(model[1])  # its keys may follow
+            if part := re.match(r"--?config\.(optim|schedule)=", word):
+                raise ValueError(
+                    f"{word}: name another config.{part[1]} in the config file, or set its keys"
+                )
+        for word in self._words:
             if override := re.match(r"--?(?:no)?config\.([\w.]+)", word):
                 run_config.check_key(config, override[1])
         return config
@@ -53,7 +60,16 @@ class IntegerOrNone(flags.IntegerParser):
         return None if argument == "none" else super().parse(argument)
 
 
+class ModelFrom(flags.ArgumentParser):
+    """`--config.model=hf:DIR`; settings of its keys may follow."""
+
+    def parse(self, argument: Any) -> Any:
+        return run_config.model_from(argument) if isinstance(argument, str) else argument
+
+
 config_flags.register_flag_parser_for_type(int, IntegerOrNone())
+# The type of config.model.
+config_flags.register_flag_parser_for_type(Any, ModelFrom())
 
 
 def define_config(

@@ -202,6 +202,8 @@ class Config:
     seq_len: int
     grad_accumulation: int = 1
     seed: int = 0
+    # "hf:DIR": the first weights are those of a model folder of Hugging Face; empty: drawn.
+    init_from: str = ""
     # The dtype of matrix products, activations and (but see mesh.reduce_dtype) the sum of a block's
     # weight gradients over devices. Weights, optimiser state, sums over microbatches and gradients
     # of the tables are float32.
@@ -291,6 +293,12 @@ def _validate_options(config: Config) -> None:
                 f"config.xla_options={option!r}: write name=value with a name that begins with "
                 "xla_, such as 'xla_gpu_enable_triton_gemm=false'"
             )
+    _require(
+        not config.init_from or re.fullmatch("hf:.+", config.init_from) is not None,
+        "init_from",
+        value=config.init_from,
+        fix="write hf:DIR, a folder with config.json and *.safetensors",
+    )
     start, steps = config.profile.start, config.profile.steps
     _require(
         steps == 0 or start + steps <= config.steps,
@@ -406,6 +414,13 @@ def get(config, key: str):
     for name in key.split("."):
         config = getattr(config, name)
     return config
+
+
+def model_from(value: str):
+    """The model part that `--config.model=hf:DIR` asks for. Raises ValueError."""
+    # By name: the models stand above this file, and need jax.
+    folders = importlib.import_module("jaxscale.models.model_folder")
+    return folders.ModelFolder(folders.parse(value)).model
 
 
 def check_key(config, key: str) -> None:

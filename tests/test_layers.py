@@ -32,10 +32,11 @@ LAYERS = {
     "jaxscale.parallel": 5,
     "jaxscale.compile": 5,
     "jaxscale.train": 6,
-    "jaxscale.perf": 7,
-    "scripts": 8,
-    "configs": 8,
-    "tests": 9,  # nothing imports tests, and tests may look at everything
+    "jaxscale.inference": 7,
+    "jaxscale.perf": 8,
+    "scripts": 9,
+    "configs": 9,
+    "tests": 10,  # nothing imports tests, and tests may look at everything
 }
 
 # Other people's packages that a part may import; parts without a line may import any. All may

@@ -131,11 +131,30 @@ class Checkpointer:
         candidates = steps if step is None else [step]
         for candidate in candidates:
             if self._is_sound(candidate):
-                state, metadata = self._load(candidate, abstract_state, wanted=wanted)
-                return candidate, state, metadata
+                self._check_leaves(candidate, wanted)
+                state = self._load(candidate, abstract_state)
+                return candidate, state, self.metadata(candidate)
         if not candidates:
             return None
         raise self._restore_error(candidates, untried=[s for s in steps if s not in candidates])
+
+    def restore_part(self, abstract_part: dict[str, Any], *, step: int) -> dict[str, Any]:
+        """These leaves of a sound step, by path, in these shardings and dtypes; no other is read.
+
+        Raises CheckpointError when the step is damaged, ValueError when it does not exist or has
+        not these leaves. Call on every process.
+        """
+        wanted = state_leaves.describe_wanted(abstract_part)
+        if not self._is_sound(step):
+            raise self._restore_error([step], untried=[s for s in self._steps.all() if s != step])
+        saved = self._leaves(step)
+        part = {path: leaf for path, leaf in saved.items() if path in wanted}
+        if differences := state_leaves.different_leaves(part, wanted):
+            raise ValueError(
+                f"checkpoint step {step} in {self._folder} is not of this model:\n  "
+                + "\n  ".join(differences)
+            )
+        return self._load(step, abstract_part)
 
     def latest_step(self) -> int | None:
         """The newest step whose metadata is sound, as this process sees the folder.
@@ -303,11 +322,9 @@ class Checkpointer:
             )
         return None
 
-    def _load(
-        self, step: int, abstract_state: Any, *, wanted: state_leaves.Leaves
-    ) -> tuple[Any, dict]:
-        record = self._record(step)
-        saved = state_leaves.from_json(record["leaves"])
+    def _check_leaves(self, step: int, wanted: state_leaves.Leaves) -> None:
+        """Raises ValueError unless the leaves of the step can become these."""
+        saved = self._leaves(step)
         if differences := state_leaves.different_leaves(saved, wanted):
             raise ValueError(
                 f"checkpoint step {step} in {self._folder} does not fit this model; set its "
@@ -325,13 +342,19 @@ class Checkpointer:
                 saved[path].dtype,
                 wanted[path].dtype,
             )
-        state = self._orbax.restore(
+
+    def _leaves(self, step: int) -> state_leaves.Leaves:
+        return state_leaves.from_json(self._record(step)["leaves"])
+
+    def _load(self, step: int, abstract_state: Any) -> Any:
+        return self._orbax.restore(
             self._steps.of(step) / STATE,
             args=ocp.args.PyTreeRestore(
-                item=abstract_state, restore_args=jax.tree.map(_restore_args, abstract_state)
+                item=abstract_state,
+                restore_args=jax.tree.map(_restore_args, abstract_state),
+                partial_restore=True,
             ),
         )
-        return state, record["metadata"]
 
     def _restore_error(self, damaged: list[int], *, untried: list[int]) -> CheckpointError:
         defects = "".join(f"\n  {step}: {self._defects[step]}" for step in damaged)

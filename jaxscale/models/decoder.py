@@ -21,6 +21,7 @@ from jaxscale.ops.documents import Documents
 from jaxscale.ops.embedding import embed
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.gated import swiglu
+from jaxscale.ops.kept import Kept
 from jaxscale.ops.layers import run_layers, stack_layers
 from jaxscale.ops.linear import linear
 from jaxscale.ops.norm import rms_norm
@@ -222,7 +223,9 @@ class Block(nnx.Module):
         self.q_norm = shd.param(rngs, shape, axes="head", fill=neutral)
         self.k_norm = shd.param(rngs, shape, axes="head", fill=neutral)
 
-    def attend(self, x_BSD, *, cos_sin, documents: Documents, execution: Execution, **options):
+    def attend(
+        self, x_BSD, *, cos_sin, documents: Documents | Kept, execution: Execution, **options
+    ):
         """What attention adds to the residual stream; options: those of ops.attention."""
         x_BSD = shd.constrain(normed(x_BSD, self.attention_norm, c=self.c), WHOLE)
         q_BSNH, k_BSKH, v_BSKH = self._project(x_BSD, execution)

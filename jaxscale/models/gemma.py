@@ -133,6 +133,20 @@ def block(x_BSD, weights: Block, shared, execution: Execution, *, is_local: bool
 FAMILIES = ("gemma2", "gemma3_text")
 
 
+# What a config.json of Gemma 3 may leave out, as the larger models do.
+GEMMA_3 = dict(
+    vocab_size=262_208,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    query_pre_attn_scalar=256,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=131_072,
+)
+# Layers in a turn, where layer_types does not say it: the last is global.
+TURNS = {"gemma2": 2, "gemma3_text": 6}
+
+
 def from_hugging_face(hf: Mapping[str, Any]) -> Config:
     """The model that a config.json describes; of Gemma 3 the part that reads text.
 
@@ -142,10 +156,8 @@ def from_hugging_face(hf: Mapping[str, Any]) -> Config:
     if family not in FAMILIES:
         raise ValueError(f"model_type={family!r}: it must be one of {', '.join(FAMILIES)}")
     hugging_face.require(hf, hidden_activation="gelu_pytorch_tanh", attention_bias=False)
-    ropes = hf["rope_parameters"]
-    whole, local = (ropes.get(f"{kind}_attention", ropes) for kind in ("full", "sliding"))
-    if (kind := whole["rope_type"]) not in ("default", "linear"):
-        raise ValueError(f"rope_type={kind!r}: it must be 'default' or 'linear'")
+    hf = (GEMMA_3 if family == "gemma3_text" else {}) | dict(hf)
+    whole, local_theta = _rope_of(hf)
     return Config(
         **hugging_face.sizes(hf),
         tie_embeddings=hf.get("tie_word_embeddings", True),
@@ -153,17 +165,38 @@ def from_hugging_face(hf: Mapping[str, Any]) -> Config:
         global_every=_global_every(hf),
         rope_theta=whole["rope_theta"],
         rope_factor=whole.get("factor", 1.0),
-        local_rope_theta=local["rope_theta"],
-        query_scale=hf["query_pre_attn_scalar"],
+        local_rope_theta=local_theta,
+        query_scale=_float(hf["query_pre_attn_scalar"]),
         qk_norm=family == "gemma3_text",
-        score_cap=hf.get("attn_logit_softcapping"),
-        logit_cap=hf.get("final_logit_softcapping"),
+        score_cap=_float(hf.get("attn_logit_softcapping")),
+        logit_cap=_float(hf.get("final_logit_softcapping")),
     )
+
+
+def _float(value: float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _rope_of(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
+    """The rotation of global layers, and theta of local ones; transformers 5 and 4 differ."""
+    if ropes := hf.get("rope_parameters"):
+        whole, local = (ropes.get(f"{kind}_attention", ropes) for kind in ("full", "sliding"))
+        local_theta = local["rope_theta"]
+    else:
+        is_gemma_3 = hf["model_type"] == "gemma3_text"
+        theta = hf.get("rope_theta", 1_000_000.0 if is_gemma_3 else 10_000.0)
+        whole = dict(hf.get("rope_scaling") or {}, rope_theta=theta)
+        local_theta = hf.get("rope_local_base_freq", 10_000.0 if is_gemma_3 else theta)
+    if (kind := whole.get("rope_type", "default")) not in ("default", "linear"):
+        raise ValueError(f"rope_type={kind!r}: it must be 'default' or 'linear'")
+    return whole, local_theta
 
 
 def _global_every(hf: Mapping[str, Any]) -> int:
     """Every how many layers attention is global. Raises ValueError if there is no such rhythm."""
-    kinds = hf["layer_types"]
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        return hf.get("sliding_window_pattern", TURNS[hf["model_type"]])
     every = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
     wanted = [
         "sliding_attention" if number % every else "full_attention"
@@ -172,6 +205,50 @@ def _global_every(hf: Mapping[str, Any]) -> int:
     if kinds != wanted:
         raise ValueError(f"layer_types={kinds!r}: every {every}th must be 'full_attention'")
     return every
+
+
+def to_hugging_face(c: Config) -> dict[str, Any]:
+    """The config.json of the model, as transformers 4 and 5 and vLLM read it.
+
+    Raises ValueError for options that neither family has.
+    """
+    family = "gemma3_text" if c.qk_norm else "gemma2"
+    if family == "gemma2" and (c.rope_factor != 1 or c.local_rope_theta != c.rope_theta):
+        raise ValueError(
+            f"config.model.rope_factor={c.rope_factor} and local_rope_theta={c.local_rope_theta}: "
+            f"Gemma 2 as Hugging Face has it needs 1 and rope_theta={c.rope_theta}"
+        )
+    stretch = dict(rope_type="linear", factor=c.rope_factor) if c.rope_factor != 1 else None
+    hf = dict(
+        hugging_face.config_json(c, hidden_activation="gelu_pytorch_tanh"),
+        architectures=["Gemma3ForCausalLM" if c.qk_norm else "Gemma2ForCausalLM"],
+        model_type=family,
+        attention_bias=False,
+        rope_theta=c.rope_theta,
+        sliding_window=c.window,
+        layer_types=[
+            "sliding_attention" if number % c.global_every else "full_attention"
+            for number in range(1, c.num_layers + 1)
+        ],
+        query_pre_attn_scalar=_whole(c.query_scale or c.head_dim()),
+        attn_logit_softcapping=c.score_cap,
+        final_logit_softcapping=c.logit_cap,
+    )
+    if family == "gemma3_text":
+        hf |= dict(
+            rope_scaling=stretch,
+            rope_local_base_freq=c.local_rope_theta,
+            sliding_window_pattern=c.global_every,
+        )
+    return hf
+
+
+def _whole(query_scale: float) -> int:
+    if query_scale != int(query_scale):
+        raise ValueError(
+            f"config.model.query_scale={query_scale}: Hugging Face has it as a whole number"
+        )
+    return int(query_scale)
 
 
 def hugging_face_names(c: Config) -> tuple[hugging_face.Tensor, ...]:

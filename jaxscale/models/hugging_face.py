@@ -1,7 +1,7 @@
 """Hugging Face's tensors and ours: which is which, and copies from one to the other.
 
-A family's file has `from_hugging_face(config.json) -> Config`, and its table, `hugging_face_names`,
-which begins with what all have (`decoder_names`).
+A family's file has `from_hugging_face(config.json) -> Config`, its inverse `to_hugging_face`, and
+its table, `hugging_face_names`, which begins with what all have (`decoder_names`).
 """
 
 import dataclasses
@@ -46,16 +46,23 @@ def load(
     for path, parts in _by_path(tensors):
         ours = np.zeros(shapes[path], np.float32)
         for tensor in parts:
-            theirs = read(tensor.name)
-            if theirs.shape != tensor.shape:
-                raise ValueError(
-                    f"{tensor.name} has shape {theirs.shape}; the config makes it {tensor.shape}"
-                )
-            place = ours[tensor.part]
-            place[...] = (theirs.T if tensor.is_transposed else theirs).reshape(place.shape)
+            ours[tensor.part] = as_ours(tensor, read(tensor.name), shape=shapes[path])
         yield path, ours
     if missing := shapes.keys() - {tensor.path for tensor in tensors}:
         raise ValueError(f"no tensor of Hugging Face is {', '.join(sorted(missing))}")
+
+
+def as_ours(tensor: Tensor, values: np.ndarray, *, shape: tuple[int, ...]) -> np.ndarray:
+    """The tensor's values, a view of them if possible, as its part of our array of this shape.
+
+    Raises ValueError for values of another shape than the table's.
+    """
+    if values.shape != tensor.shape:
+        raise ValueError(
+            f"{tensor.name} has shape {values.shape}; the config makes it {tensor.shape}"
+        )
+    part = np.broadcast_to(np.zeros((), np.bool_), shape)[tensor.part].shape
+    return (values.T if tensor.is_transposed else values).reshape(part)
 
 
 def export(
@@ -82,6 +89,8 @@ def _by_path(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Iterator[Tensor]]
 # What the families share.
 
 ALL = slice(None)
+# What a config.json says of a model that has no limit of its own: it has to name one.
+UNLIMITED_SEQ_LEN = 131_072
 
 
 def require(hf: Mapping[str, Any], **allowed: Any) -> None:
@@ -104,6 +113,25 @@ def sizes(hf: Mapping[str, Any]) -> dict[str, Any]:
         head_size=hf.get("head_dim"),
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         max_seq_len=hf.get("max_position_embeddings"),
+    )
+
+
+def config_json(c: decoder.Config, **more: Any) -> dict[str, Any]:
+    """What every family's config.json says; more: the family's own."""
+    return dict(
+        vocab_size=c.vocab_size,
+        hidden_size=c.model_dim,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim(),
+        intermediate_size=c.mlp_dim,
+        rms_norm_eps=c.norm_eps,
+        tie_word_embeddings=c.tie_embeddings,
+        max_position_embeddings=c.max_seq_len or UNLIMITED_SEQ_LEN,
+        attention_dropout=0.0,
+        use_cache=True,
+        **more,
     )
 
 

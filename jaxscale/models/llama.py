@@ -138,6 +138,64 @@ def _rope_of(hf: Mapping[str, Any]) -> tuple[float, rope.Scaling | None]:
     )
 
 
+def to_hugging_face(c: Config) -> dict[str, Any]:
+    """The config.json of the model, as transformers 4 and 5 and vLLM read it.
+
+    Raises ValueError for options that no one of the families has together.
+    """
+    family = _family_of(c)
+    hf = dict(
+        hugging_face.config_json(c, hidden_act="silu"),
+        architectures=[ARCHITECTURES[family]],
+        model_type=family,
+        rope_theta=c.rope_theta,
+        rope_scaling=None,
+    )
+    if c.rope_scaling is not None:
+        hf["rope_scaling"] = dict(
+            rope_type="llama3",
+            factor=c.rope_scaling.factor,
+            low_freq_factor=c.rope_scaling.low,
+            high_freq_factor=c.rope_scaling.high,
+            original_max_position_embeddings=c.rope_scaling.original_seq_len,
+        )
+    if family == "mistral":
+        hf["sliding_window"] = c.window
+    if family in ("llama", "qwen3"):
+        hf["attention_bias"] = False
+    if family in ("qwen2", "qwen3"):
+        hf["use_sliding_window"] = False
+    return hf
+
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def _family_of(c: Config) -> str:
+    options = {
+        "qwen2": c.qkv_bias,
+        "qwen3": c.qk_norm,
+        "mistral": c.window is not None,
+    }
+    families = [family for family, is_on in options.items() if is_on] or ["llama"]
+    if len(families) > 1:
+        raise ValueError(
+            f"config.model has the options of {' and '.join(families)} together "
+            "(qkv_bias, qk_norm, window); Hugging Face has no such family"
+        )
+    if families == ["qwen2"] and c.head_dim() * c.num_heads != c.model_dim:
+        raise ValueError(
+            f"config.model.head_size={c.head_size}: Qwen 2 as Hugging Face has it needs "
+            f"model_dim / num_heads = {c.model_dim // c.num_heads}"
+        )
+    return families[0]
+
+
 def hugging_face_names(c: Config) -> tuple[hugging_face.Tensor, ...]:
     """Every tensor of the model; a tied head has none of its own."""
     norms = {

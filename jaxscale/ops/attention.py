@@ -6,6 +6,7 @@ B rows, S sequence, N query heads, K key heads, H head size, M documents a row a
 import functools
 import logging
 from types import ModuleType
+from typing import Any
 
 import jax
 
@@ -14,6 +15,7 @@ from jaxscale.config import Attention
 from jaxscale.kernels import cudnn_attention, xla_attention
 from jaxscale.ops.documents import Documents
 from jaxscale.ops.execution import Execution
+from jaxscale.ops.kept import Kept
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +74,15 @@ def attention(
     k_BSKH,
     v_BSKH,
     *,
-    documents: Documents,
+    documents: Documents | Kept,
     execution: Execution,
     scale: float | None = None,
     window: int | None = None,
     cap: float | None = None,
 ):
     """Causal attention that stays inside each document. Returns [B, S, N, H]; padding gives zeros.
+
+    With `Kept` documents the keys and values are kept too, and looked at in what comes next.
 
     scale: of the scores; H ** -0.5 unless given. window: a token sees itself and the `window - 1`
     before it. cap: scores become cap * tanh(score / cap).
@@ -88,8 +92,13 @@ def attention(
     may be split over more devices than there are key heads: then each device takes the one key head
     that its query heads share.
     """
+    options: dict[str, Any] = dict(scale=scale or q_BSNH.shape[-1] ** -0.5, window=window, cap=cap)
+    if isinstance(documents, Kept):
+        documents.keep(k_BSKH, v_BSKH)
+        if documents.fresh is None:
+            return documents.attend(q_BSNH, **options)
+        documents = documents.fresh
     kernel = choose(q_BSNH, k_BSKH, execution=execution, cap=cap)
-    options = dict(scale=scale or q_BSNH.shape[-1] ** -0.5, window=window, cap=cap)
     group = q_BSNH.shape[2] // k_BSKH.shape[2]
     head_axes = shd.mesh_axes("attn_heads")
     has_all_key_heads = shd.mesh_axes("attn_kv_heads") != head_axes

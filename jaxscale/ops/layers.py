@@ -64,6 +64,29 @@ def stack_layers(make: Callable[[jax.Array], Any], keys: jax.Array):
     return _map_axes(lambda axes: (LAYERS, *axes), stacked)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unstacked:
+    """A stack's weight as one array a layer, where no backward pass wants them together."""
+
+    layers: tuple
+
+
+def num_layers_of(weights) -> int:
+    """Of a stack's weights whose leaves are `Unstacked`."""
+    return len(jax.tree.leaves(weights, is_leaf=_is_unstacked)[0].layers)
+
+
+def layer_of(weights, number: int):
+    """The weights of one layer, out of a stack's whose leaves are `Unstacked`."""
+    mine = jax.tree.map(lambda leaf: leaf.layers[number], weights, is_leaf=_is_unstacked)
+    return _map_axes(lambda axes: axes[1:], mine)
+
+
+def _is_unstacked(leaf) -> bool:
+    return isinstance(leaf, Unstacked)
+
+
 def _map_axes(function: Callable[[tuple[str, ...]], tuple[str, ...]], module):
     def renamed(box):
         axes = shd.axes_of(box)

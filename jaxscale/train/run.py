@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -18,15 +19,23 @@ from jaxscale.compile.fit import CompiledUpdate, compile_to_fit
 from jaxscale.config import Config
 from jaxscale.data.batch import Batch
 from jaxscale.data.loader import Corpus, open_dataset
+from jaxscale.models.model_folder import ModelFolder
 from jaxscale.step.feed import device_batches
 from jaxscale.step.plan import Plan, plan_of_run
+from jaxscale.step.pretrained import open_pretrained, with_pretrained
 from jaxscale.step.state import TrainState, from_flat, init_state, to_flat
 from jaxscale.step.update import update
 from jaxscale.train.evaluate import make_evaluate
 from jaxscale.train.recorder import Recorder
 from jaxscale.train.sample import sample_text
 from jaxscale.train.stop import interrupts
-from jaxscale.train.workdir import check_same_run, check_workdir, only_run, write_config
+from jaxscale.train.workdir import (
+    check_same_run,
+    check_workdir,
+    keep_companions,
+    only_run,
+    write_config,
+)
 from jaxscale.xla import options
 from jaxscale.xla.cache import enable_compilation_cache
 
@@ -56,6 +65,7 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
         Checkpointer(workdir / "checkpoints", **keep) as checkpoints,
     ):
         latest = _check_latest(config, workdir, checkpoints=checkpoints, corpus=corpus)
+        pretrained = open_pretrained(config) if latest is None else None
         enable_compilation_cache()
         plan = plan_of_run(config, corpus=corpus)
         log.info(describe(plan, corpus))
@@ -64,11 +74,13 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
             log.info(settings)
         with shd.use(plan.mesh, plan.rules), interrupts() as interrupted:
             stops = distributed.any_process(interrupted)
-            run = Run(config, plan, corpus, checkpoints, workdir, command, stops)
+            run = Run(config, plan, corpus, checkpoints, workdir, command, stops, pretrained)
             if (latest or 0) < config.steps:
                 run.compile()
             if leads:
                 write_config(workdir, config)
+                if pretrained is not None:
+                    keep_companions(workdir, pretrained.companions())
             yield run
 
 
@@ -93,7 +105,7 @@ class Run:
     """The parts of a run, and what the loop asks of them.
 
     config: as the user wrote it; the plan's has what the data adds. stops: whether any process was
-    told to stop.
+    told to stop. pretrained: the first weights, if config.init_from names some.
     """
 
     config: Config
@@ -103,6 +115,7 @@ class Run:
     workdir: Path
     command: str
     stops: Callable[[], bool]
+    pretrained: ModelFolder | None = None
 
     @functools.cached_property
     def update(self) -> CompiledUpdate:
@@ -122,7 +135,8 @@ class Run:
         """The newest sound state and its step, else the first."""
         restored = self.checkpoints.restore(to_flat(self.plan.state))
         if restored is None:
-            return init_state(self.plan), 0
+            state = init_state(self.plan)
+            return with_pretrained(state, self.pretrained) if self.pretrained else state, 0
         step, flat, _ = restored
         log.info("continuing from the checkpoint of step %d", step)
         return from_flat(self.plan.state, flat), step
@@ -148,12 +162,7 @@ class Run:
         """Starts saving; nothing with config.checkpoint.enabled=False."""
         if not self.config.checkpoint.enabled:
             return
-        # The position in the data is the step itself: batch n is a function of (seed, n).
-        metadata = {
-            "config": run_config.to_json(self.config),
-            "data": self.corpus.description,
-            "jax": jax.__version__,
-        }
+        metadata = metadata_of(self.config, self.corpus)
         self.checkpoints.save(step, to_flat(state), metadata=metadata)
         record.saved_step = step
 
@@ -212,6 +221,18 @@ class Run:
             command = re.sub(r" --config\.steps[= ]\d+", "", self.command)
             text += f"\ntrain on with: {command} --config.steps={2 * step}"
         log.info(text)
+
+
+def metadata_of(config: Config, corpus: Corpus) -> dict[str, Any]:
+    """What a checkpoint says beside its arrays.
+
+    The position in the data is the step itself: batch n is a function of (seed, n).
+    """
+    return {
+        "config": run_config.to_json(config),
+        "data": corpus.description,
+        "jax": jax.__version__,
+    }
 
 
 def describe(plan: Plan, corpus: Corpus) -> str:

@@ -105,6 +105,18 @@ def write_config(workdir: Path, config: Config) -> None:
     write_atomically(workdir / "config.json", text.encode())
 
 
+# Files of the model that a run began with; an export has them again.
+COMPANIONS = "hugging_face"
+
+
+def keep_companions(workdir: Path, paths: list[Path]) -> None:
+    """Keeps config.json and the tokenizer's files of a model folder beside the run."""
+    folder = workdir / COMPANIONS
+    folder.mkdir(exist_ok=True)
+    for path in paths:
+        write_atomically(folder / path.name, path.read_bytes())
+
+
 def identity(config: dict) -> dict:
     """The part of a JSON config that a workdir cannot change."""
     parts = {"optim.type": config.get("optim", {}).get("type")}

@@ -1,0 +1,84 @@
+"""Makes a run of a model of Hugging Face, or a model of Hugging Face of a run.
+
+    python scripts/convert_hf.py import --hf=DIR --workdir=runs/x --config configs/tiny.py \\
+        [--config.x=y ...]
+    python scripts/convert_hf.py export --workdir=runs/x --output=DIR [--dtype=float32]
+
+import: the config, with the model and the weights of DIR, as step 0 of a run that scripts/train.py
+continues. (`train.py --config.init_from=hf:DIR --config.model=hf:DIR` does the same in one go.)
+export: the newest checkpoint or --step, with config.json and the tokenizer beside it, as
+`transformers` and vLLM load it. It needs no GPU.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+from absl import app, flags
+
+from jaxscale.command_line import EXIT_FAILED, EXIT_MISTAKE, parse_own_flags, read_config, tell
+
+WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.")
+HF = flags.DEFINE_string("hf", None, "import: the model folder to read.")
+OUTPUT = flags.DEFINE_string("output", None, "export: the model folder to write; must not exist.")
+STEP = flags.DEFINE_integer("step", None, "export: of the run's checkpoints this one.")
+DTYPE = flags.DEFINE_enum(
+    "dtype", "bfloat16", ["bfloat16", "float16", "float32"], "export: of the weights."
+)
+
+
+def main(argv: list[str]) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
+    logging.getLogger("jaxscale").setLevel(logging.INFO)
+    try:
+        verb, *settings = argv[1:] or [""]
+        if verb == "import":
+            import_(settings)
+        elif verb == "export" and not settings:
+            export()
+        else:
+            raise ValueError(f"{' '.join(argv[1:])!r}: write import or export first; see --help")
+        return 0
+    except ValueError as error:
+        return tell(error, EXIT_MISTAKE)
+    except (OSError, RuntimeError) as error:
+        return tell(error, EXIT_FAILED)
+
+
+def import_(settings: list[str]) -> None:
+    source = f"hf:{named('hf', HF.value)}"
+    workdir = Path(named("workdir", WORKDIR.value)).expanduser()
+    config = read_config([*settings, f"--config.model={source}", f"--config.init_from={source}"])
+    from jaxscale.train.exchange import import_model
+    from jaxscale.xla.environment import set_environment
+
+    set_environment()
+    import_model(config, workdir)
+    print(f"step 0 of a run is in {workdir}")
+
+
+def export() -> None:
+    workdir, output = named("workdir", WORKDIR.value), Path(named("output", OUTPUT.value))
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    from jaxscale.data.tokenizer import open_tokenizer
+    from jaxscale.inference.export import export_model
+    from jaxscale.inference.weights import open_weights
+
+    weights = open_weights(workdir=workdir, hf=None, step=STEP.value)
+    tokenizer = open_tokenizer(weights.tokenizer)
+    export_model(weights, output.expanduser(), dtype=DTYPE.value, tokenizer=tokenizer)
+    print(f"{output}: {', '.join(sorted(path.name for path in output.expanduser().iterdir()))}")
+    if weights.tokenizer == "bytes":
+        print("its tokens are bytes (256 ends a text), for which Hugging Face has no tokenizer")
+
+
+def named(flag: str, value: str | None) -> str:
+    if not value:
+        raise ValueError(f"--{flag} is missing; see --help")
+    return value
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_own_flags)

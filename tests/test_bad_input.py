@@ -186,7 +186,8 @@ BEFORE_DEVICES = {
     "--config.z_loss=nan": ("config.z_loss=nan", "set it to 0 or more"),
     "--config.dtype=float16": ("--config.dtype=float16", "bfloat16|float32"),
     "--config.data.shuffle=maybe": ("--config.data.shuffle=maybe", "boolean"),
-    "--config.data.shuffle False": ("'False' is no flag", "--key=value"),
+    "--config.data.shuffle False": ("'False' is no flag", "write --config.data.shuffle=False"),
+    "elsewhere": ("'elsewhere' is no flag", "--key=value"),
     "--config.mesh=8": ("--config.mesh=8",),
     "--wrkdir=there": ("wrkdir", "Did you mean: workdir"),
     "--config.batch_size=9 --config.grad_accumulation=2": (
@@ -196,16 +197,31 @@ BEFORE_DEVICES = {
     "--config.scan_unroll=2": ("config.scan_unroll=2", "divisor of the 1 layers"),
     "--config.schedule.warmup_steps=4": ("config.schedule.warmup_steps=4", "config.steps=4"),
     "--config.schedule.peak=0": ("config.schedule.peak=0.0", "above 0"),
-    "--config.optim.b2=1": ("config.optim.b2=1.0", "set it from 0"),
+    "--config.optim.b2=1": ("config.optim.b2=1.0", "set it to 0 or more and below 1"),
     "--config.model.num_heads=3": ("config.model.num_heads=3", "config.model.num_kv_heads=4"),
     "--config.model.max_seq_len=16": (
         "config.seq_len=32",
         "lower it, or raise config.model.max_seq_len=16",
     ),
-    "--config.mesh.fsdp=0": ("config.mesh.fsdp=0", "set it to 1 or more, or to -1"),
+    "--config.mesh.fsdp=0": ("config.mesh.fsdp=0", "set it to 1 or more, or to -1 for the rest"),
+    "--config.optim.eps=inf": ("config.optim.eps=inf", "set it above 0 and to 1 or less"),
+    "--config.optim.eps=1e-300": ("config.optim.eps=1e-300", "it is 0 in float32"),
+    "--config.optim.b2=0.99999999": ("config.optim.b2=0.99999999", "below 1"),
+    "--config.optim.clip_norm=nan": ("config.optim.clip_norm=nan", "set it to 0 or more"),
+    "--config.model.init_scale=0": ("config.model.init_scale=0.0", "set it above 0"),
+    "--config.model.norm_eps=-1": ("config.model.norm_eps=-1.0", "set it above 0"),
+    "--config.model.rope_theta=0": ("config.model.rope_theta=0.0", "set it to 1 or more"),
+    "--config.model.head_size=-2": ("config.model.head_size=-2", "set it to 2 or more"),
+    "--config.seed=12345678901234567890123": (
+        "config.seed=12345678901234567890123",
+        "to 4294967295 or less",
+    ),
+    "--config.sample.temperature=-inf": ("config.sample.temperature=-inf", "0 or more"),
+    "--config.data.threads=100000": ("config.data.threads=100000", "1000 or less"),
+    "--config.data.text_field=\udcff": ("config.data.text_field='\\udcff'", "UTF-8"),
     "--config.mesh.data=-1": ("config.mesh.data and config.mesh.fsdp are both -1", "only one"),
     "--config.mesh.context=2": ("config.mesh.context=2", "set config.mesh.context=1"),
-    "--config.mesh.zero=4": ("config.mesh.zero=4", "1, 2 or 3"),
+    "--config.mesh.zero=4": ("config.mesh.zero=4", "set it to 1 or more and to 3 or less"),
     "--config.xla_options=gemm=1": (
         "config.xla_options='gemm=1'",
         "name=value",
@@ -214,7 +230,10 @@ BEFORE_DEVICES = {
     "--config.xla_options=xla_dump_to": ("config.xla_options='xla_dump_to'", "name=value"),
     "--config.data.path=nowhere": ("config.data.path='nowhere'", "finds no file"),
     "--config.data.tokenizer=nowhere": ("config.data.tokenizer='nowhere'", "tokenizer.json"),
-    "--config.data.eval_fraction=1": ("config.data.eval_fraction=1.0", "between 0 and 1"),
+    "--config.data.eval_fraction=1": (
+        "config.data.eval_fraction=1.0",
+        "set it above 0 and below 1",
+    ),
     "--config.seq_len=4096": ("seq_len=4096", "lower seq_len, or add text"),
 }
 
@@ -308,11 +327,54 @@ def test_a_config_file_that_is_not_there_or_refuses_is_told(command, folder):
     )
 
 
-def test_a_broken_config_file_shows_its_traceback(command, folder):
-    (folder / "broken.py").write_text("def get_config(arg=''):\n    return missing_name\n")
-    answer = command(config="broken.py")
-    assert answer.code != 0
-    assert "Traceback" in answer.err and "missing_name" in answer.err
+# A config file's text -> what is told of it.
+BROKEN_CONFIGS = {
+    "def get_config(arg=''):\n    return missing_name\n": ("NameError", "missing_name", "line 2"),
+    "import nowhere\n": ("ModuleNotFoundError", "'nowhere'", "line 1"),
+    "def get_config(:\n": ("SyntaxError", "invalid syntax", "line 1"),
+    "def get_config(arg=''):\n    return Config()\nConfig = len\n": ("TypeError", "line 2"),
+    "from jaxscale.models import llama\n\nllama.Config(layers=3)\n": ("'layers'", "line 3"),
+    "open('nowhere.txt')\n": ("FileNotFoundError", "nowhere.txt", "line 1"),
+    "def get_config(arg=''):\n    raise ValueError('not so')\n": (": not so (", "line 2"),
+    "steps = 3\n": ("no get_config(arg)", "jaxscale.config.Config"),
+    "def get_config(arg=''):\n    return {'steps': 3}\n": ("get_config() returned a dict",),
+    "\0": ("null bytes",),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN_CONFIGS)
+def test_a_broken_config_file_is_told_with_its_line(command, folder, text):
+    (folder / "broken.py").write_text(text)
+    assert_mistake(command(config="broken.py"), "--config=broken.py", *BROKEN_CONFIGS[text])
+
+
+# A config.json -> what is told of it.
+BROKEN_JSON = {
+    '{"steps": 3,\n "batch_size"}': ("cannot be read as JSON", "line 2 column"),
+    "[1, 2]": ("config=[1, 2] is of type list", "write an object"),
+    '{"steps": 3}': ("config: ", "missing", "'model'"),
+    '{"steps": 3, "modle": {}}': ("config.modle is not a setting", "did you mean config.model?"),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN_JSON)
+def test_a_broken_config_json_is_told(command, folder, text):
+    (folder / "broken.json").write_text(text)
+    assert_mistake(command(config="broken.json"), "--config=broken.json", *BROKEN_JSON[text])
+
+
+def test_the_config_json_of_a_run_is_a_config_file(command, trained, folder):
+    workdir = shutil.copytree(trained, folder / "runs" / "again")
+    answer = command(config="runs/again/config.json", workdir=workdir)
+    assert answer.code == 0, answer.err
+    assert "nothing to train: step 4 is done" in answer.out
+
+
+def test_an_empty_workdir_is_refused(command, folder):
+    before = sorted(path.name for path in folder.iterdir() if not path.name.startswith("output"))
+    assert_mistake(command(workdir=""), "--workdir=''", "such as --workdir=runs/x")
+    now = sorted(path.name for path in folder.iterdir() if not path.name.startswith("output"))
+    assert now == before
 
 
 def test_a_workdir_of_another_run_is_refused_with_the_differing_keys(command, trained):

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import re
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from jaxscale import config as run_config
 from jaxscale import distributed
 from jaxscale import sharding as shd
 from jaxscale.checkpoint.checkpointer import Checkpointer
+from jaxscale.command_line import with_setting
 from jaxscale.compile.fit import CompiledUpdate, compile_to_fit
 from jaxscale.config import Config
 from jaxscale.data.batch import Batch
@@ -209,8 +209,8 @@ class Run:
         total = "" if step > config.steps else f" of {config.steps}"
         text = f"done: step {step}{total}. In {self.workdir}: {', '.join(files)}"
         if config.checkpoint.enabled:
-            command = re.sub(r" --config\.steps[= ]\d+", "", self.command)
-            text += f"\ntrain on with: {command} --config.steps={2 * step}"
+            command = with_setting(self.command, "steps", value=2 * step)
+            text += f"\ntrain on with: {command}"
         log.info(text)
 
 

@@ -596,8 +596,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(command, folde
     assert "nothing is saved" in answer.err
     assert not list((workdir / "checkpoints").iterdir())
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [1, 2]
-    assert records[1]["non_finite"]["grad_norm"] == "nan"
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert records[2]["non_finite"]["grad_norm"] == "nan"
     # It saved nothing, so the workdir is free for another try.
     answer = command(
         "--config.batch_size=16",

@@ -12,6 +12,7 @@ import pkgutil
 import random
 import types
 import typing
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,10 @@ from jaxscale.schedules import cosine, wsd
 
 TRIES = 2000
 
-SIZES = dict(vocab_size=257, model_dim=64, num_layers=2, num_heads=8, num_kv_heads=8, mlp_dim=64)
-RUN = dict(steps=2000, batch_size=8, seq_len=32)
+SIZES: dict[str, Any] = dict(
+    vocab_size=257, model_dim=64, num_layers=2, num_heads=8, num_kv_heads=8, mlp_dim=64
+)
+RUN: dict[str, Any] = dict(steps=2000, batch_size=8, seq_len=32)
 BASES = (
     Config(
         model=llama.Config(**SIZES, rope_scaling=rope.Scaling()),
@@ -77,7 +80,21 @@ TYPED = {
     "unicode": ["ünïcödé", "日本語", "٣", "½", "\u202e", "\udcff", "\U0001f4a5"],
 }
 # As a config.json may hold them.
-HELD = [None, True, -1, 0, 3, 2**40, 10**400, 0.5, -0.0, 1e-300, 1e39, float("nan"), float("inf")]
+HELD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    3,
+    2**40,
+    10**400,
+    0.5,
+    -0.0,
+    1e-300,
+    1e39,
+    float("nan"),
+    float("inf"),
+]
 HELD += ["", "text", "a\0b", "\ud800", [], [1], ["a", 1], [[]], {}, {"a": 1}, {"type": 1}]
 HELD += [{"type": name} for name in ("", ":", "..a:b", "os:path", "jaxscale.config:Config")]
 HELD += [{"type": "jaxscale.optim.adamw:Config"}, {"type": "jaxscale.schedules.wsd:Config"}]
@@ -180,7 +197,7 @@ def test_whatever_a_config_json_holds_is_taken_or_refused_with_the_key():
 
 def test_no_number_is_without_a_range():
     """By every Config there is: a new field, or a new file, cannot be forgotten."""
-    classes = {rope.Scaling, Config}
+    classes: set[Any] = {rope.Scaling, Config}
     for package in (jaxscale.models, jaxscale.optim, jaxscale.schedules):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             found = getattr(importlib.import_module(module.name), "Config", None)

@@ -23,10 +23,16 @@ from jaxscale.step.plan import Plan, plan_of_run
 from jaxscale.step.state import TrainState, from_flat, init_state, to_flat
 from jaxscale.step.update import update
 from jaxscale.train.evaluate import make_evaluate
-from jaxscale.train.recorder import Recorder
+from jaxscale.train.recorder import HeldOut, Recorder, still
 from jaxscale.train.sample import sample_text
 from jaxscale.train.stop import interrupts
-from jaxscale.train.workdir import check_same_run, check_workdir, only_run, write_config
+from jaxscale.train.workdir import (
+    check_same_run,
+    check_workdir,
+    only_run,
+    tell_changes,
+    write_config,
+)
 from jaxscale.xla import options
 from jaxscale.xla.cache import enable_compilation_cache
 
@@ -51,10 +57,11 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
     # Asking who leads touches the devices, so a process that is alone is not asked.
     leads = not jax.distributed.is_initialized() or distributed.is_lead()
     keep = dict(keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every)
-    with (
-        only_run(workdir) if leads else contextlib.nullcontext(),
-        Checkpointer(workdir / "checkpoints", **keep) as checkpoints,
-    ):
+    with contextlib.ExitStack() as stack:
+        if leads:
+            stack.enter_context(only_run(workdir))
+        log.info(distributed.describe())
+        checkpoints = stack.enter_context(Checkpointer(workdir / "checkpoints", **keep))
         latest = _check_latest(config, workdir, checkpoints=checkpoints, corpus=corpus)
         enable_compilation_cache()
         plan = plan_of_run(config, corpus=corpus)
@@ -65,10 +72,13 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
         with shd.use(plan.mesh, plan.rules), interrupts() as interrupted:
             stops = distributed.any_process(interrupted)
             run = Run(config, plan, corpus, checkpoints, workdir, command, stops)
+            if latest is not None:
+                saved = checkpoints.metadata(latest)["config"]
+                tell_changes(config, saved=saved, step=latest)
             if (latest or 0) < config.steps:
                 run.compile()
             if leads:
-                write_config(workdir, config)
+                write_config(workdir, config, saved_step=latest)
             yield run
 
 
@@ -111,7 +121,8 @@ class Run:
 
     def compile(self) -> None:
         """Compiles the update now: what cannot fit is refused while nothing is allocated."""
-        _ = self.update
+        with still("compiling the update"):
+            _ = self.update
 
     @functools.cached_property
     def evaluate(self) -> Callable[[TrainState], float]:
@@ -134,7 +145,13 @@ class Run:
             facts = self.update.facts()
         else:
             facts = {}
-        return Recorder(self.config, self.workdir, first_step=first_step, facts=facts)
+        return Recorder(
+            self.config,
+            self.workdir,
+            first_step=first_step,
+            facts=facts,
+            held_out=self._held_out,
+        )
 
     def batches(self, start: int) -> contextlib.closing[Generator[Batch, None, None]]:
         """The training batches from `start` on, on the devices."""
@@ -167,27 +184,30 @@ class Run:
 
     # What it tells.
 
-    def tell_start(self, step: int, loss: float) -> None:
-        """The held-out loss beside the unigram entropy."""
-        entropy = self._entropy
+    def tell_start(self, step: int, loss: float, *, record: Recorder) -> None:
+        """The held-out loss beside the unigram entropy; that of step 0 goes on record."""
+        held_out = self._held_out
         log.info(
-            "held-out loss at step %d: %.4f nats/token (unigram entropy %.4f)", step, loss, entropy
+            f"held-out loss at step {step}: {held_out.describe(loss)} "
+            f"(unigram entropy {held_out.unigram_entropy:.4f})"
         )
+        if step == 0:
+            record.evaluation(step, loss)
         if step >= self.config.steps:
             log.info(
                 "nothing to train: step %d is done, and config.steps=%d", step, self.config.steps
             )
 
     @functools.cached_property
-    def _entropy(self) -> float:
-        return self.corpus.unigram_entropy()
+    def _held_out(self) -> HeldOut:
+        return HeldOut(self.corpus.unigram_entropy(), bytes_per_token=self.corpus.bytes_per_token())
 
     def tell_losses(self, first_step: int, step: int, *, losses: tuple[float, float]) -> None:
         """The held-out loss before and after."""
-        before, after = losses
+        before, after = map(self._held_out.describe, losses)
         log.info(
-            f"held-out loss: {before:.4f} before (step {first_step}), {after:.4f} after "
-            f"(step {step}) nats/token; unigram entropy {self._entropy:.4f}"
+            f"held-out loss: {before} before (step {first_step}); {after} after (step {step}); "
+            f"unigram entropy {self._held_out.unigram_entropy:.4f}"
         )
 
     def tell_stop(self, step: int) -> None:

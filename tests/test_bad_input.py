@@ -6,6 +6,7 @@ The exit code is 2.
 import dataclasses
 import hashlib
 import json
+import re
 import shlex
 import shutil
 import struct
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxscale.command_line import folder_of
 from jaxscale.data.indexed import IndexedWriter
 from jaxscale.train.workdir import only_run
 
@@ -375,6 +377,54 @@ def test_an_empty_workdir_is_refused(command, folder):
     assert_mistake(command(workdir=""), "--workdir=''", "such as --workdir=runs/x")
     now = sorted(path.name for path in folder.iterdir() if not path.name.startswith("output"))
     assert now == before
+
+
+def test_a_folder_below_the_home_folder_may_be_written_with_a_tilde(command, folder):
+    home = Path.home()
+    told = f"--config=~/nowhere-{folder.name}.py"
+    assert_mistake(command(config=told.partition("=")[2]), told, "no such file")
+    assert_mistake(command("--config.steps=0", workdir="~/new"), "config.steps=0")
+    assert folder_of("workdir", "~/new") == str(home / "new")
+
+
+def test_where_no_record_can_be_kept_a_run_still_trains(command, folder):
+    workdir = folder / "runs" / "unkept"
+    (workdir / "metrics.jsonl").mkdir(parents=True)
+    (workdir / "tensorboard").write_text("a file")
+    answer = command("--config.log.tensorboard", "--config.log.wandb_project=p", workdir=workdir)
+    assert answer.code == 0, answer.err
+    for what in ("no metrics.jsonl: ", "no TensorBoard files: ", "no Weights & Biases: "):
+        assert answer.out.count(what) == 1, answer.out
+    assert "done: step 4 of 4" in answer.out and "Traceback" not in answer.out + answer.err
+
+
+def test_the_metrics_of_another_run_stay_beside(command, folder):
+    workdir = folder / "runs" / "reused"
+    workdir.mkdir(parents=True)
+    (workdir / "metrics.jsonl").write_bytes(b"\x00\xff binary\n" * 3)
+    answer = command(workdir=workdir)
+    assert answer.code == 0, answer.err
+    assert "they are in metrics.jsonl.old now" in answer.out
+    assert (workdir / "metrics.jsonl.old").read_bytes() == b"\x00\xff binary\n" * 3
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2, 3, 4, 4]
+
+
+def test_settings_that_changed_are_told_and_the_old_ones_kept(command, trained, folder):
+    workdir = shutil.copytree(trained, folder / "runs" / "changed")
+    before = (workdir / "config.json").read_bytes()
+    answer = command("--config.steps=0x6", "--config.optim.weight_decay=0", workdir=workdir)
+    assert answer.code == 0, answer.err
+    assert "going on from step 4 with other settings:" in answer.out
+    assert "config.steps: saved 4, now 6" in answer.out
+    assert "config.optim.weight_decay: saved 0.1, now 0.0" in answer.out
+    assert "the learning rate of step 5 becomes" in answer.out
+    assert (workdir / "config.step4.json").read_bytes() == before
+    command_line = re.search(r"train on with: (.*)", answer.out)
+    assert command_line is not None
+    words = shlex.split(command_line[1])
+    assert words[:2] == ["cd", str(folder)] and words[-1] == "--config.steps=12"
+    assert "--config.optim.weight_decay=0" in words and "--config.steps=0x6" not in words
 
 
 def test_a_workdir_of_another_run_is_refused_with_the_differing_keys(command, trained):

@@ -178,7 +178,8 @@ class Run:
         """Text from the model; None without a tokenizer, or with config.sample.tokens=0."""
         if not self.config.sample.tokens or self.corpus.tokenizer is None:
             return None
-        text = sample_text(self.plan, state, tokenizer=self.corpus.tokenizer)
+        with still("sampling"):
+            text = sample_text(self.plan, state, tokenizer=self.corpus.tokenizer)
         log.info("sample (temperature %g):\n%s", self.config.sample.temperature, text)
         return text
 

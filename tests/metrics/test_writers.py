@@ -170,7 +170,11 @@ def test_where_nothing_can_be_written_each_place_costs_one_line_and_training_goe
     for line, start, reason in zip(
         lines,
         ("no metrics.jsonl: IsADirectoryError", "no TensorBoard files: ", "no Weights & Biases: "),
-        ("Is a directory", "Not a directory", "UsageError: No API key configured. Use `wandb login`"),
+        (
+            "Is a directory",
+            "Not a directory",
+            "UsageError: No API key configured. Use `wandb login`",
+        ),
         strict=True,
     ):
         assert line.startswith(start) and reason in line

@@ -331,6 +331,7 @@ def start_two(start, workdir, *arguments, holds=""):
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": "2",
+        "XDG_CACHE_HOME": str(Path(workdir) / "cache"),  # of what `auto` chose
     }
     return [
         start(workdir, *arguments, holds=holds, devices=4, **shared, JAX_PROCESS_ID=str(number))

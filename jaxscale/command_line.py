@@ -175,7 +175,8 @@ def _refuse_words(arguments: list[str], *, argv: list[str]) -> list[str]:
     if len(arguments) == 1:
         return arguments
     word = arguments[1]
-    before = argv[argv.index(word) - 1]  # such as the name of a bool, which takes no word
+    # Such as the name of a bool, which takes no word. (Not there: it came out of a --flagfile.)
+    before = argv[argv.index(word) - 1] if word in argv else ""
     key = before if before.startswith("--") and "=" not in before else "--key"
     shown = run_config.shown(word)
     raise ValueError(f"{shown} is no flag; write {key}={'value' if key == '--key' else word[:80]}")

@@ -3,9 +3,16 @@
 A mistake is told in a line.
 """
 
+import contextlib
+import importlib.machinery
+import importlib.util
+import json
+import os
 import re
 import shlex
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +36,15 @@ class ConfigFile(flags.ArgumentParser):
     ml_collections answers mistakes in either with tracebacks.
     """
 
-    def __init__(self, parser: flags.ArgumentParser, words: list[str]):
-        self._parser, self._words = parser, words
+    def __init__(self, words: list[str]):
+        self._words = words
 
     def parse(self, path: str) -> run_config.Config:
-        if not Path(path.partition(":")[0]).is_file():
+        name, *argument = path.split(":", 1)
+        file = Path(os.path.expanduser(name))
+        if not file.is_file():
             raise ValueError("no such file; the ones that come with jaxscale are in configs/")
-        try:
-            config = self._parser.parse(path)
-        except ValueError as error:  # its message holds a traceback
-            raise ValueError(str(error.__context__)) from None
-        config = run_config.from_config_dict(config)
+        config = _from_json(file) if file.suffix == ".json" else _from_python(file, argument)
         for word in self._words:
             if model := re.match(r"--?config\.model=(.*)", word):
                 config.model = run_config.model_from(model[1])  # its keys may follow
@@ -48,9 +53,51 @@ class ConfigFile(flags.ArgumentParser):
                     f"{word}: name another config.{part[1]} in the config file, or set its keys"
                 )
         for word in self._words:
-            if override := re.match(r"--?(?:no)?config\.([\w.]+)", word):
+            if override := re.match(r"--?(?:no)?config\.([^=]*)", word):
                 run_config.check_key(config, override[1])
         return config
+
+
+def _from_json(file: Path) -> run_config.Config:
+    """The config.json of a run."""
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError) as error:  # with line and column
+        raise ValueError(f"it cannot be read as JSON: {error}") from None
+    return run_config.from_json(data)
+
+
+def _from_python(file: Path, argument: list[str]) -> run_config.Config:
+    """What its get_config returns. Raises ValueError for whatever it raises, with the line."""
+    loader = importlib.machinery.SourceFileLoader("config_file", str(file))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[loader.name] = module  # dataclasses of its own look for their module
+    with _faults_of(file):
+        loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise ValueError("it has no get_config(arg) that returns a jaxscale.config.Config")
+        config = module.get_config(*argument)
+    return run_config.from_config_dict(config)
+
+
+@contextlib.contextmanager
+def _faults_of(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(file)
+        ]
+        line = error.lineno if isinstance(error, SyntaxError) else (lines or [None])[-1]
+        # What the file raises by itself, for its argument, is a message; the rest names its kind.
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+        place = f" ({file}, line {line})" if line else ""
+        raise ValueError(f"{kind}{text}{place}") from error
 
 
 class IntegerOrNone(flags.IntegerParser):
@@ -84,7 +131,7 @@ def define_config(
     holder = config_flags.DEFINE_config_file(
         "config", None, text, flag_values=values, sys_argv=argv
     )
-    values["config"].parser = ConfigFile(values["config"].parser, argv)
+    values["config"].parser = ConfigFile(argv)
     return holder
 
 
@@ -93,9 +140,9 @@ def read_config(settings: list[str]) -> run_config.Config:
     values, argv = flags.FlagValues(), ["", *settings]
     holder = define_config(values, argv)
     try:
-        _refuse_words(values(argv))
+        _refuse_words(values(argv), argv=argv)
     except flags.Error as error:
-        raise ValueError(f"{shlex.join(settings)}: {error}") from None
+        raise ValueError(_short(error)) from None
     if holder.value is None:
         raise ValueError("name a config: --config=FILE")
     run_config.validate(holder.value)
@@ -105,7 +152,7 @@ def read_config(settings: list[str]) -> run_config.Config:
 def parse_flags(argv: list[str]) -> list[str]:
     """For app.run, of a script that has the config among its flags."""
     try:
-        return _refuse_words(flags.FLAGS(argv))
+        return _refuse_words(flags.FLAGS(argv), argv=argv)
     except (flags.Error, ValueError) as error:
         sys.exit(tell(error, EXIT_MISTAKE))
 
@@ -122,13 +169,91 @@ def parse_own_flags(argv: list[str]) -> list[str]:
         sys.exit(tell(error, EXIT_MISTAKE))
 
 
+def folder_of(flag: str, value: Any) -> str:
+    """The folder that a flag names, with ~ as the shell has it. Raises ValueError for no name."""
+    if not value or "\0" in value:
+        raise ValueError(f"--{flag}={value!r} names no folder; write one, such as --{flag}=runs/x")
+    return os.path.expanduser(value)
+
+
 def tell(error: Exception, code: int) -> int:
     """Prints the error, and returns the exit code."""
-    sys.stderr.write(f"\nerror: {error}\n")
+    sys.stderr.write(f"\nerror: {_short(error)}\n")
     return code
 
 
-def _refuse_words(arguments: list[str]) -> list[str]:
-    if len(arguments) > 1:
-        raise ValueError(f"{arguments[1]!r} is no flag; write --key=value")
-    return arguments
+def _short(error: Exception) -> str:
+    """absl repeats what was typed, however long it is."""
+    return re.sub(r"(\S{80})\S{400,}", r"\1...", str(error))
+
+
+def _refuse_words(arguments: list[str], *, argv: list[str]) -> list[str]:
+    if len(arguments) == 1:
+        return arguments
+    word = arguments[1]
+    # Such as the name of a bool, which takes no word. (Not there: it came out of a --flagfile.)
+    before = argv[argv.index(word) - 1] if word in argv else ""
+    key = before if before.startswith("--") and "=" not in before else "--key"
+    shown = run_config.shown(word)
+    raise ValueError(f"{shown} is no flag; write {key}={'value' if key == '--key' else word[:80]}")
+
+
+# The command itself, as a message repeats it.
+
+
+def command_to_repeat() -> str:
+    """This command for a shell in any folder, its words as they were typed."""
+    folder, python = Path.cwd(), Path(sys.executable)
+    # That of `make` is in .venv, and a fresh Debian has no `python` on its path.
+    short = python.relative_to(folder) if python.is_relative_to(folder) else python
+    return f"cd {shlex.quote(str(folder))} && {shlex.join([str(short), *sys.argv])}"
+
+
+def with_setting(command: str, key: str, *, value: object) -> str:
+    """The command with this value of `config.key`, in place of those that it has."""
+    name = re.escape(f"config.{key}")
+    return re.sub(rf" --?{name}(?:=|\s+)\S+", "", command) + f" --config.{key}={value}"
+
+
+# What it prints to.
+
+
+class SteadyStream:
+    """A text stream that stops nothing: its reader may leave, its disk may fill up.
+
+    What comes after goes nowhere. What its encoding has not is written as an escape.
+    """
+
+    def __init__(self, stream: Any, *, name: str):
+        self._stream, self._name = stream, name
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        with self._kept_up():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._kept_up():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _kept_up(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # The file itself: what is left in the buffer must have a place to go at the exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            if self._name != "stderr":
+                sys.stderr.write(f"{self._name}: {error.strerror}; going on without it\n")
+
+
+def steady_output() -> None:
+    """Neither stdout nor stderr can end this process; of those that are closed, too."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")
+        setattr(sys, name, SteadyStream(stream, name=name))

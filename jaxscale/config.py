@@ -10,13 +10,60 @@ import dataclasses
 import difflib
 import enum
 import importlib
+import math
 import re
+import struct
+import sys
 import typing
 from typing import Any
 
 # StrEnum, tuples and mutable dataclasses, because ml_collections 1.1 cannot override fields of
 # frozen dataclasses, `Literal[...]`, `list[...]` or string annotations
 # (`from __future__ import annotations`).
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Range:
+    """The numbers that a setting can be. also: one more, and what it means."""
+
+    least: float = -math.inf
+    above: float | None = None
+    below: float | None = None
+    most: float = 2**31 - 1  # devices count in int32
+    also: tuple[float, str] | None = None
+
+    def fix(self, value: float) -> str | None:
+        """What to set it to instead; None for a value that will do."""
+        if self.also is not None and value == self.also[0]:
+            return None
+        rounded = _in_float32(value) if isinstance(value, float) else value
+        if value != 0 and rounded == 0:
+            return "it is 0 in float32; set it to 0, or to 1.2e-38 or more"
+        is_low = not (value >= self.least if self.above is None else rounded > self.above)
+        is_high = not (value <= self.most if self.below is None else rounded < self.below)
+        if not is_low and not is_high:
+            return None
+        low = f"to {self.least} or more" if self.above is None else f"above {self.above}"
+        high = f"to {self.most} or less" if self.below is None else f"below {self.below}"
+        # int32's largest number is told to those alone who went beyond it.
+        has_high = self.below is not None or self.most != Range.most
+        told = [low] * (is_low or has_high) + [high] * (is_high or has_high)
+        also = ", or to {} {}".format(*self.also) if self.also else ""
+        return f"set it {' and '.join(told)}{also}"
+
+
+def number(*, default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
+    """A field that is a number of this `Range`."""
+    return dataclasses.field(default=default, metadata={"range": Range(**bounds)})
+
+
+def _in_float32(value: float) -> float:
+    """As a device has it: no subnormals, which it takes for 0."""
+    try:
+        (rounded,) = struct.unpack("f", struct.pack("f", value))
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return 0.0 if abs(rounded) < 2.0**-126 else rounded
 
 
 class Dtype(enum.StrEnum):
@@ -66,6 +113,9 @@ class DataFormat(enum.StrEnum):
     ARROW = "arrow"
 
 
+THE_REST = (-1, "for the rest")
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class MeshConfig:
     """Sizes of the mesh axes, slow to fast; their product is the number of devices.
@@ -73,15 +123,15 @@ class MeshConfig:
     One of them may be -1: the rest.
     """
 
-    stage: int = 1
-    data: int = 1
-    fsdp: int = -1
-    expert: int = 1
-    context: int = 1
-    tensor: int = 1
+    stage: int = number(least=1, also=THE_REST, default=1)
+    data: int = number(least=1, also=THE_REST, default=1)
+    fsdp: int = number(least=1, also=THE_REST, default=-1)
+    expert: int = number(least=1, also=THE_REST, default=1)
+    context: int = number(least=1, also=THE_REST, default=1)
+    tensor: int = number(least=1, also=THE_REST, default=1)
     axis_types: AxisTypes = AxisTypes.EXPLICIT
     # What the fsdp axis splits: 1 the optimiser state, 2 also the gradients, 3 also the weights.
-    zero: int = 3
+    zero: int = number(least=1, most=3, default=3)
     # With ZeRO-3: each layer's gathered weights are freed after its forward pass and gathered again
     # in the backward pass. False keeps them, all layers' weights in `dtype`, for a third less
     # traffic.
@@ -132,15 +182,15 @@ class DataConfig:
     # Where text is kept once it is tokens; empty: the user's cache folder.
     cache_dir: str = ""
     # The share of the documents, at the store's end, held out for evaluation.
-    eval_fraction: float = 0.01
+    eval_fraction: float = number(above=0, below=1, default=0.01)
     shuffle: bool = True
     # cuDNN's packed attention needs a static bound and pays for it: 33% of attention time at 64
     # documents a row (H100, rows of 8192 tokens that hold one document). 0: what the fullest row of
     # the data needs, up to 64. Tokens of a row's further documents become padding.
-    max_documents_per_row: int = 0
+    max_documents_per_row: int = number(least=0, default=0)
     # Batches read ahead, and the threads that read them.
-    prefetch: int = 4
-    threads: int = 2
+    prefetch: int = number(least=1, most=1000, default=4)
+    threads: int = number(least=1, most=1000, default=2)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -148,25 +198,25 @@ class CheckpointConfig:
     # False: nothing is saved, and a workdir that holds checkpoints is refused. For benchmarks.
     enabled: bool = True
     # Steps between checkpoints; 0: only at the end.
-    every: int = 1000
-    keep_last: int = 2
+    every: int = number(least=0, default=1000)
+    keep_last: int = number(least=1, default=2)
     # Checkpoints of steps divisible by this are kept for good; 0: none.
-    keep_every: int = 0
+    keep_every: int = number(least=0, default=0)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class EvalConfig:
     # Steps between evaluations of the held-out text besides the first and the last; 0: none.
-    every: int = 0
-    batches: int = 8
+    every: int = number(least=0, default=0)
+    batches: int = number(least=1, default=8)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class SampleConfig:
     # Tokens sampled at the end; 0: none. Needs a tokenizer.
-    tokens: int = 200
+    tokens: int = number(least=0, default=200)
     prompt: str = "def "
-    temperature: float = 0.8
+    temperature: float = number(least=0, default=0.8)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -183,8 +233,8 @@ class ProfileConfig:
     By JAX's profiler; 0 steps: none.
     """
 
-    start: int = 0
-    steps: int = 0
+    start: int = number(least=0, default=0)
+    steps: int = number(least=0, default=0)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -197,11 +247,12 @@ class Config:
     model: Any
     optim: Any
     schedule: Any
-    steps: int
-    batch_size: int
-    seq_len: int
-    grad_accumulation: int = 1
-    seed: int = 0
+    steps: int = number(least=1)
+    batch_size: int = number(least=1)
+    seq_len: int = number(least=1)
+    grad_accumulation: int = number(least=1, default=1)
+    # JAX's keys have 32 bits of it.
+    seed: int = number(least=0, most=2**32 - 1, default=0)
     # "hf:DIR": the first weights are those of a model folder of Hugging Face; empty: drawn.
     init_from: str = ""
     # The dtype of matrix products, activations and (but see mesh.reduce_dtype) the sum of a block's
@@ -210,7 +261,7 @@ class Config:
     dtype: Dtype = Dtype.BFLOAT16
     remat: Remat = Remat.GEMMS
     # Layers per iteration of the scan over layers.
-    scan_unroll: int = 1
+    scan_unroll: int = number(least=1, default=1)
     attention: Attention = Attention.AUTO
     # XLA's options for compiling the update, "name=value" each, such as
     # "xla_gpu_enable_triton_gemm=false", and JAX's "optimization_level=O1"; they win over those
@@ -219,7 +270,7 @@ class Config:
     # Parameters with one of these in their path ("embedding", "layers.qkv") are held fixed.
     frozen: tuple[str, ...] = ()
     # Weight of log(sum(exp(logits)))**2 in the loss (PaLM, section 5); 0: off.
-    z_loss: float = 0.0
+    z_loss: float = number(least=0, default=0.0)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
@@ -229,29 +280,8 @@ class Config:
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
 
 
-AT_LEAST_ONE = (
-    "steps",
-    "batch_size",
-    "seq_len",
-    "grad_accumulation",
-    "scan_unroll",
-    "checkpoint.keep_last",
-    "evaluation.batches",
-    "data.prefetch",
-    "data.threads",
-)
-AT_LEAST_ZERO = (
-    "z_loss",
-    "checkpoint.every",
-    "checkpoint.keep_every",
-    "evaluation.every",
-    "sample.tokens",
-    "sample.temperature",
-    "seed",
-    "data.max_documents_per_row",
-    "profile.start",
-    "profile.steps",
-)
+# What only the Config of such a module has.
+PARTS = {"model": "validate_on", "optim": "state_axes", "schedule": "build"}
 
 
 def validate(config: Config) -> None:
@@ -259,14 +289,10 @@ def validate(config: Config) -> None:
 
     Raises ValueError naming the key, the value and the fix.
     """
-    check_types(config)
-    for key in ("model", "optim", "schedule"):
+    check_fields(config)
+    for key, method in PARTS.items():
         fix = "set it to the Config of a module, such as llama.Config(...)"
-        _require(hasattr(get(config, key), "validate"), key, value=get(config, key), fix=fix)
-    for keys, least in ((AT_LEAST_ONE, 1), (AT_LEAST_ZERO, 0)):
-        for key in keys:
-            value = get(config, key)
-            _require(value >= least, key, value=value, fix=f"set it to {least} or more")
+        _require(hasattr(get(config, key), method), key, value=get(config, key), fix=fix)
     _validate_options(config)
     _validate_mesh(config.mesh)
     _validate_sizes(config)
@@ -290,8 +316,8 @@ def _validate_options(config: Config) -> None:
     for option in config.xla_options:
         if not re.fullmatch(r"(xla_\w+|optimization_level)=.*", option):
             raise ValueError(
-                f"config.xla_options={option!r}: write name=value with a name that begins with "
-                "xla_, such as 'xla_gpu_enable_triton_gemm=false'"
+                f"config.xla_options={shown(option)}: write name=value with a name that begins "
+                "with xla_, such as 'xla_gpu_enable_triton_gemm=false'"
             )
     _require(
         not config.init_from or re.fullmatch("hf:.+", config.init_from) is not None,
@@ -307,8 +333,6 @@ def _validate_options(config: Config) -> None:
         fix=f"with config.profile.start={start} it goes beyond config.steps={config.steps}; "
         "lower one of them, or set it to 0",
     )
-    fraction, fix = config.data.eval_fraction, "set it between 0 and 1, such as 0.01"
-    _require(0 < fraction < 1, "data.eval_fraction", value=fraction, fix=fix)
 
 
 def _validate_sizes(config: Config) -> None:
@@ -348,9 +372,6 @@ def validate_on(config: Config, num_devices: int) -> dict[str, int]:
 
 
 def _validate_mesh(mesh: MeshConfig) -> None:
-    for axis in MESH_AXES:
-        size, fix = getattr(mesh, axis), "set it to 1 or more, or to -1 for the rest"
-        _require(size >= 1 or size == -1, f"mesh.{axis}", value=size, fix=fix)
     wild = [axis for axis in MESH_AXES if getattr(mesh, axis) == -1]
     if len(wild) > 1:
         raise ValueError(
@@ -361,30 +382,67 @@ def _validate_mesh(mesh: MeshConfig) -> None:
         fix = f"this release has no code for it yet; set config.mesh.{axis}=1"
         size = getattr(mesh, axis)
         _require(size == 1, f"mesh.{axis}", value=size, fix=fix)
-    _require(mesh.zero in (1, 2, 3), "mesh.zero", value=mesh.zero, fix="set it to 1, 2 or 3")
 
 
-def check_types(node, path: str = "config") -> None:
-    """Raises ValueError for a field whose value has not the annotated type.
+def check_fields(node, path: str = "config") -> None:
+    """Raises ValueError for a field whose value has not the annotated type, or not its `Range`.
 
-    An int is taken for a float.
+    An int is taken for a float. A number whose field states no range is finite.
     """
     hints = typing.get_type_hints(type(node))
     for field in dataclasses.fields(node):
         value, hint = getattr(node, field.name), hints[field.name]
         key = f"{path}.{field.name}"
-        if hint is float and type(value) is int:
-            setattr(node, field.name, float(value))
-        elif isinstance(hint, type) and issubclass(hint, enum.Enum):
+        if _matches(0.0, hint) and type(value) is int and not _matches(0, hint):
+            value = _float(key, value)
+            setattr(node, field.name, value)
+        if isinstance(hint, type) and issubclass(hint, enum.Enum):
             setattr(node, field.name, _enum(hint, value, key=key))
-        elif dataclasses.is_dataclass(value):
-            check_types(value, key)
         elif not _matches(value, hint):
             name = getattr(hint, "__name__", str(hint))
             raise ValueError(
-                f"{key}={value!r} is of type {type(value).__name__}; set it to a value of type "
-                f"{name}"
+                f"{key}={shown(value)} is of type {type(value).__name__}; set it to a value of "
+                f"type {name}"
             )
+        elif dataclasses.is_dataclass(value):
+            check_fields(value, key)
+        else:
+            _check_value(key, value, range=field.metadata.get("range", FINITE))
+
+
+FINITE = Range(least=-sys.float_info.max, most=sys.float_info.max)
+
+
+def _check_value(key: str, value, *, range: Range) -> None:
+    for item in value if isinstance(value, tuple) else (value,):
+        fix = None
+        if isinstance(item, str):
+            fix = "write it in UTF-8, without NUL" if not _is_text(item) else None
+        elif isinstance(item, int | float) and not isinstance(item, bool):
+            fix = range.fix(item)
+        if fix:
+            raise ValueError(f"{key}={shown(item)}: {fix}")
+
+
+def _is_text(value: str) -> bool:
+    """What is no UTF-8 on a command line reaches Python as halves of surrogate pairs."""
+    return not re.search("[\0\ud800-\udfff]", value)
+
+
+def _float(key: str, value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{key}={shown(value)} is too large for a float; lower it") from None
+
+
+def shown(value) -> str:
+    """The value as a message has it: not all of a long one."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes out no int of more than 4300 digits
+        return "(too long to write out)"
+    return text if len(text) <= 120 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def _enum(hint, value, *, key: str):
@@ -392,7 +450,7 @@ def _enum(hint, value, *, key: str):
         return hint(value)
     except ValueError:
         choices = ", ".join(repr(choice.value) for choice in hint)
-        raise ValueError(f"{key}={value!r} is not one of {choices}") from None
+        raise ValueError(f"{key}={shown(value)} is not one of {choices}") from None
 
 
 def _matches(value, hint) -> bool:
@@ -420,7 +478,10 @@ def model_from(value: str):
     """The model part that `--config.model=hf:DIR` asks for. Raises ValueError."""
     # By name: the models stand above this file, and need jax.
     folders = importlib.import_module("jaxscale.models.model_folder")
-    return folders.ModelFolder(folders.parse(value)).model
+    try:
+        return folders.ModelFolder(folders.parse(value)).model
+    except (ValueError, OSError) as error:
+        raise ValueError(f"config.model={shown(value)}: {error}") from None
 
 
 def check_key(config, key: str) -> None:
@@ -454,7 +515,7 @@ def _unknown_key(path: str, name: str, *, names: list[str]) -> str:
 
 def _require(holds: bool, key: str, *, value, fix: str) -> None:
     if not holds:
-        raise ValueError(f"config.{key}={value!r}: {fix}")
+        raise ValueError(f"config.{key}={shown(value)}: {fix}")
 
 
 def _product(sizes) -> int:
@@ -483,11 +544,13 @@ def to_json(node) -> dict:
     return out
 
 
-def from_json(data: dict, cls: type = Config, *, path: str = "config"):
+def from_json(data: Any, cls: type = Config, *, path: str = "config"):
     """The inverse of `to_json`.
 
     Raises ValueError for a key the class has not, or a value of the wrong type.
     """
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}={shown(data)} is of type {type(data).__name__}; write an object")
     fields = [field.name for field in dataclasses.fields(cls)]
     hints = typing.get_type_hints(cls)
     data = {name: value for name, value in data.items() if name != "type"}
@@ -502,7 +565,7 @@ def from_json(data: dict, cls: type = Config, *, path: str = "config"):
         node = cls(**values)
     except TypeError as error:
         raise ValueError(f"{path}: {error}") from None
-    check_types(node, path)
+    check_fields(node, path)
     return node
 
 
@@ -527,15 +590,15 @@ def _dataclass_of(hint):
     )
 
 
-def _class_named(name: str, key: str):
-    module, _, attribute = name.partition(":")
+def _class_named(name: Any, key: str):
     try:
+        module, _, attribute = name.partition(":")
         cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever an import raises
         raise ValueError(
-            f"{key}.type={name!r} cannot be imported ({error}); write module:class"
+            f"{key}.type={shown(name)} cannot be imported ({error}); write module:class"
         ) from None
-    if not dataclasses.is_dataclass(cls):
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ValueError(f"{key}.type={name!r} is not a dataclass")
     return cls
 

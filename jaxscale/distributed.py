@@ -5,8 +5,12 @@ answer. In a run of one process it is a plain function.
 """
 
 import collections
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,31 +18,138 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+# How long a process waits for the others, and the variable that changes it.
+JOIN_SECONDS = 60
+PATIENCE = "JAXSCALE_JOIN_SECONDS"
+
 
 def initialize() -> None:
     """Joins the other processes if the environment says there are any.
 
     Call before any device is touched. SLURM: `SLURM_NTASKS` > 1 inside a job step. Elsewhere:
     `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. Otherwise this process is
-    the whole run.
+    the whole run. Raises ValueError for variables that cannot be. Where somebody is missing after
+    JOIN_SECONDS (or `JAXSCALE_JOIN_SECONDS`) it says so and ends the process with exit code 2.
     """
     in_step = int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in os.environ
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        jax.distributed.initialize(
-            num_processes=_environment_int("JAX_NUM_PROCESSES"),
-            process_id=_environment_int("JAX_PROCESS_ID"),
-        )
+        address = os.environ["JAX_COORDINATOR_ADDRESS"]
+        num, mine = _environment_int("JAX_NUM_PROCESSES"), _environment_int("JAX_PROCESS_ID")
+        if mine >= num:
+            raise ValueError(
+                f"JAX_PROCESS_ID={mine} must be below JAX_NUM_PROCESSES={num}: they count from 0"
+            )
+        place = _place_of(address)
+        if mine == 0:
+            _check_free(address, place[1])
+        with _patience(lambda: _missing(place, num=num, mine=mine)) as seconds:
+            jax.distributed.initialize(
+                num_processes=num, process_id=mine, initialization_timeout=2 * seconds
+            )
     elif in_step:
-        jax.distributed.initialize()
+        with _patience(lambda: "some task of the SLURM step is missing") as seconds:
+            jax.distributed.initialize(initialization_timeout=2 * seconds)
+    if jax.distributed.is_initialized():
+        describe()
+
+
+def describe() -> str:
+    """Devices, their platform, jax's version and the processes, in a line.
+
+    Raises ValueError where the platform that was asked for is not here.
+    """
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # jax asserts that CUDA's plugin is there
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        reason = str(error).partition("\n")[0] or "its plugin is not installed"
+        raise ValueError(
+            f"JAX_PLATFORMS={asked!r} finds no device: {reason}. Unset it to take what is here, or "
+            "install what it needs (GPUs: jaxscale[cuda12] or jaxscale[cuda13], and their driver)"
+        ) from None
+    kinds = ", ".join(sorted({device.device_kind for device in devices}))
+    processes = jax.process_count()
+    return (
+        f"jax {jax.__version__} on {devices[0].platform}: {len(devices)} x {kinds}, "
+        f"{processes} process{'es' if processes > 1 else ''}"
+    )
 
 
 def _environment_int(name: str) -> int:
     value = os.environ.get(name, "")
-    if not value.isdigit():
+    if not (value.isascii() and value.isdigit()):
         raise ValueError(
             f"{name}={value!r} must be a whole number when JAX_COORDINATOR_ADDRESS is set"
         )
     return int(value)
+
+
+def _place_of(address: str) -> tuple[str, int]:
+    """Host and port. Raises ValueError for an address that has none, or a host without a name."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ValueError(
+            f"JAX_COORDINATOR_ADDRESS={address!r}: write host:port, the port from 1 to 65535, "
+            "such as node0:29500"
+        )
+    try:
+        socket.getaddrinfo(host, int(port))
+    except OSError as error:
+        raise ValueError(
+            f"JAX_COORDINATOR_ADDRESS={address!r}: host {host!r} is not known here "
+            f"({error.strerror}); name the host of process 0"
+        ) from None
+    return host, int(port)
+
+
+def _check_free(address: str, port: int) -> None:
+    """Raises ValueError where process 0 cannot listen: jax would end the process in C++."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ValueError(
+                f"JAX_COORDINATOR_ADDRESS={address!r}: port {port} cannot be used here "
+                f"({error.strerror}); choose another one, the same for all processes"
+            ) from None
+
+
+@contextlib.contextmanager
+def _patience(missing: Callable[[], str]) -> Iterator[int]:
+    """Ends the process after the seconds that it yields; jax itself would abort it, in C++."""
+    seconds = _environment_int(PATIENCE) if PATIENCE in os.environ else JOIN_SECONDS
+
+    def give_up():
+        sys.stderr.write(
+            f"\nerror: {missing()} after {seconds} s; start every process with the same "
+            "JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES and a JAX_PROCESS_ID of its own, or set "
+            f"{PATIENCE} to wait longer\n"
+        )
+        sys.stderr.flush()
+        os._exit(2)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield seconds
+    finally:
+        timer.cancel()
+
+
+def _missing(place: tuple[str, int], *, num: int, mine: int) -> str:
+    """Who has not come, as far as this process can know."""
+    if mine == 0:
+        return (
+            "process 1 is missing" if num == 2 else f"some of processes 1 to {num - 1} is missing"
+        )
+    try:
+        socket.create_connection(place, timeout=2).close()
+    except OSError:
+        return f"process 0 does not answer at {place[0]}:{place[1]}"
+    return f"process 0 is there, but some other of the {num} processes is missing"
 
 
 def is_lead() -> bool:

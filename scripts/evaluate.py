@@ -70,7 +70,7 @@ def judged():
     return judge(
         Engine(weights, dtype=Dtype(DTYPE.value)),
         tokenizer,
-        str(DATA.value),
+        path=str(DATA.value),
         format=FORMAT.value,
         text_field=TEXT_FIELD.value,
         by=BY.value,

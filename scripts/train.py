@@ -4,15 +4,22 @@ python scripts/train.py --config configs/tiny.py --workdir runs/tiny [--config.s
 """
 
 import logging
-import shlex
 import sys
 import traceback
-from pathlib import Path
 
 from absl import app, flags
 
 from jaxscale import config as run_config
-from jaxscale.command_line import EXIT_FAILED, EXIT_MISTAKE, define_config, parse_flags, tell
+from jaxscale.command_line import (
+    EXIT_FAILED,
+    EXIT_MISTAKE,
+    command_to_repeat,
+    define_config,
+    folder_of,
+    parse_flags,
+    steady_output,
+    tell,
+)
 
 CONFIG = define_config()
 WORKDIR = flags.DEFINE_string(
@@ -25,14 +32,15 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: list[str]) -> int:
     del argv
+    steady_output()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
     try:
         run_config.validate(CONFIG.value)
+        workdir = folder_of("workdir", WORKDIR.value)
         join_processes()
         from jaxscale.train.loop import train
 
-        command = shlex.join([interpreter(), *sys.argv])
-        outcome = train(CONFIG.value, str(WORKDIR.value), command=command)
+        outcome = train(CONFIG.value, workdir, command=command_to_repeat())
         return EXIT_INTERRUPTED if outcome.interrupted else 0
     except (ValueError, RuntimeError) as error:
         if not raised_here(error):
@@ -54,12 +62,6 @@ def join_processes() -> None:
     # Asking who leads touches the devices, so a process that is alone is not asked.
     is_lead = not jax.distributed.is_initialized() or distributed.is_lead()
     logging.getLogger("jaxscale").setLevel(logging.INFO if is_lead else logging.ERROR)
-
-
-def interpreter() -> str:
-    """As a user would type it: a fresh Debian has no `python`, and that of `make` is in .venv."""
-    path = Path(sys.executable)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
 def raised_here(error: BaseException) -> bool:

@@ -6,6 +6,7 @@ The exit code is 2.
 import dataclasses
 import hashlib
 import json
+import re
 import shlex
 import shutil
 import struct
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxscale.command_line import folder_of
 from jaxscale.data.indexed import IndexedWriter
 from jaxscale.train.workdir import only_run
 
@@ -186,7 +188,8 @@ BEFORE_DEVICES = {
     "--config.z_loss=nan": ("config.z_loss=nan", "set it to 0 or more"),
     "--config.dtype=float16": ("--config.dtype=float16", "bfloat16|float32"),
     "--config.data.shuffle=maybe": ("--config.data.shuffle=maybe", "boolean"),
-    "--config.data.shuffle False": ("'False' is no flag", "--key=value"),
+    "--config.data.shuffle False": ("'False' is no flag", "write --config.data.shuffle=False"),
+    "elsewhere": ("'elsewhere' is no flag", "--key=value"),
     "--config.mesh=8": ("--config.mesh=8",),
     "--wrkdir=there": ("wrkdir", "Did you mean: workdir"),
     "--config.batch_size=9 --config.grad_accumulation=2": (
@@ -196,16 +199,31 @@ BEFORE_DEVICES = {
     "--config.scan_unroll=2": ("config.scan_unroll=2", "divisor of the 1 layers"),
     "--config.schedule.warmup_steps=4": ("config.schedule.warmup_steps=4", "config.steps=4"),
     "--config.schedule.peak=0": ("config.schedule.peak=0.0", "above 0"),
-    "--config.optim.b2=1": ("config.optim.b2=1.0", "set it from 0"),
+    "--config.optim.b2=1": ("config.optim.b2=1.0", "set it to 0 or more and below 1"),
     "--config.model.num_heads=3": ("config.model.num_heads=3", "config.model.num_kv_heads=4"),
     "--config.model.max_seq_len=16": (
         "config.seq_len=32",
         "lower it, or raise config.model.max_seq_len=16",
     ),
-    "--config.mesh.fsdp=0": ("config.mesh.fsdp=0", "set it to 1 or more, or to -1"),
+    "--config.mesh.fsdp=0": ("config.mesh.fsdp=0", "set it to 1 or more, or to -1 for the rest"),
+    "--config.optim.eps=inf": ("config.optim.eps=inf", "set it above 0 and to 1 or less"),
+    "--config.optim.eps=1e-300": ("config.optim.eps=1e-300", "it is 0 in float32"),
+    "--config.optim.b2=0.99999999": ("config.optim.b2=0.99999999", "below 1"),
+    "--config.optim.clip_norm=nan": ("config.optim.clip_norm=nan", "set it to 0 or more"),
+    "--config.model.init_scale=0": ("config.model.init_scale=0.0", "set it above 0"),
+    "--config.model.norm_eps=-1": ("config.model.norm_eps=-1.0", "set it above 0"),
+    "--config.model.rope_theta=0": ("config.model.rope_theta=0.0", "set it to 1 or more"),
+    "--config.model.head_size=-2": ("config.model.head_size=-2", "set it to 2 or more"),
+    "--config.seed=12345678901234567890123": (
+        "config.seed=12345678901234567890123",
+        "to 4294967295 or less",
+    ),
+    "--config.sample.temperature=-inf": ("config.sample.temperature=-inf", "0 or more"),
+    "--config.data.threads=100000": ("config.data.threads=100000", "1000 or less"),
+    "--config.data.text_field=\udcff": ("config.data.text_field='\\udcff'", "UTF-8"),
     "--config.mesh.data=-1": ("config.mesh.data and config.mesh.fsdp are both -1", "only one"),
     "--config.mesh.context=2": ("config.mesh.context=2", "set config.mesh.context=1"),
-    "--config.mesh.zero=4": ("config.mesh.zero=4", "1, 2 or 3"),
+    "--config.mesh.zero=4": ("config.mesh.zero=4", "set it to 1 or more and to 3 or less"),
     "--config.xla_options=gemm=1": (
         "config.xla_options='gemm=1'",
         "name=value",
@@ -214,7 +232,10 @@ BEFORE_DEVICES = {
     "--config.xla_options=xla_dump_to": ("config.xla_options='xla_dump_to'", "name=value"),
     "--config.data.path=nowhere": ("config.data.path='nowhere'", "finds no file"),
     "--config.data.tokenizer=nowhere": ("config.data.tokenizer='nowhere'", "tokenizer.json"),
-    "--config.data.eval_fraction=1": ("config.data.eval_fraction=1.0", "between 0 and 1"),
+    "--config.data.eval_fraction=1": (
+        "config.data.eval_fraction=1.0",
+        "set it above 0 and below 1",
+    ),
     "--config.seq_len=4096": ("seq_len=4096", "lower seq_len, or add text"),
 }
 
@@ -308,11 +329,102 @@ def test_a_config_file_that_is_not_there_or_refuses_is_told(command, folder):
     )
 
 
-def test_a_broken_config_file_shows_its_traceback(command, folder):
-    (folder / "broken.py").write_text("def get_config(arg=''):\n    return missing_name\n")
-    answer = command(config="broken.py")
-    assert answer.code != 0
-    assert "Traceback" in answer.err and "missing_name" in answer.err
+# A config file's text -> what is told of it.
+BROKEN_CONFIGS = {
+    "def get_config(arg=''):\n    return missing_name\n": ("NameError", "missing_name", "line 2"),
+    "import nowhere\n": ("ModuleNotFoundError", "'nowhere'", "line 1"),
+    "def get_config(:\n": ("SyntaxError", "invalid syntax", "line 1"),
+    "def get_config(arg=''):\n    return Config()\nConfig = len\n": ("TypeError", "line 2"),
+    "from jaxscale.models import llama\n\nllama.Config(layers=3)\n": ("'layers'", "line 3"),
+    "open('nowhere.txt')\n": ("FileNotFoundError", "nowhere.txt", "line 1"),
+    "def get_config(arg=''):\n    raise ValueError('not so')\n": (": not so (", "line 2"),
+    "steps = 3\n": ("no get_config(arg)", "jaxscale.config.Config"),
+    "def get_config(arg=''):\n    return {'steps': 3}\n": ("get_config() returned a dict",),
+    "\0": ("null bytes",),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN_CONFIGS)
+def test_a_broken_config_file_is_told_with_its_line(command, folder, text):
+    (folder / "broken.py").write_text(text)
+    assert_mistake(command(config="broken.py"), "--config=broken.py", *BROKEN_CONFIGS[text])
+
+
+# A config.json -> what is told of it.
+BROKEN_JSON = {
+    '{"steps": 3,\n "batch_size"}': ("cannot be read as JSON", "line 2 column"),
+    "[1, 2]": ("config=[1, 2] is of type list", "write an object"),
+    '{"steps": 3}': ("config: ", "missing", "'model'"),
+    '{"steps": 3, "modle": {}}': ("config.modle is not a setting", "did you mean config.model?"),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN_JSON)
+def test_a_broken_config_json_is_told(command, folder, text):
+    (folder / "broken.json").write_text(text)
+    assert_mistake(command(config="broken.json"), "--config=broken.json", *BROKEN_JSON[text])
+
+
+def test_the_config_json_of_a_run_is_a_config_file(command, trained, folder):
+    workdir = shutil.copytree(trained, folder / "runs" / "again")
+    answer = command(config="runs/again/config.json", workdir=workdir)
+    assert answer.code == 0, answer.err
+    assert "nothing to train: step 4 is done" in answer.out
+
+
+def test_an_empty_workdir_is_refused(command, folder):
+    before = sorted(path.name for path in folder.iterdir() if not path.name.startswith("output"))
+    assert_mistake(command(workdir=""), "--workdir=''", "such as --workdir=runs/x")
+    now = sorted(path.name for path in folder.iterdir() if not path.name.startswith("output"))
+    assert now == before
+
+
+def test_a_folder_below_the_home_folder_may_be_written_with_a_tilde(command, folder):
+    home = Path.home()
+    told = f"--config=~/nowhere-{folder.name}.py"
+    assert_mistake(command(config=told.partition("=")[2]), told, "no such file")
+    assert_mistake(command("--config.steps=0", workdir="~/new"), "config.steps=0")
+    assert folder_of("workdir", "~/new") == str(home / "new")
+
+
+def test_where_no_record_can_be_kept_a_run_still_trains(command, folder):
+    workdir = folder / "runs" / "unkept"
+    (workdir / "metrics.jsonl").mkdir(parents=True)
+    (workdir / "tensorboard").write_text("a file")
+    answer = command("--config.log.tensorboard", "--config.log.wandb_project=p", workdir=workdir)
+    assert answer.code == 0, answer.err
+    for what in ("no metrics.jsonl: ", "no TensorBoard files: ", "no Weights & Biases: "):
+        assert answer.out.count(what) == 1, answer.out
+    assert "done: step 4 of 4" in answer.out and "Traceback" not in answer.out + answer.err
+
+
+def test_the_metrics_of_another_run_stay_beside(command, folder):
+    workdir = folder / "runs" / "reused"
+    workdir.mkdir(parents=True)
+    (workdir / "metrics.jsonl").write_bytes(b"\x00\xff binary\n" * 3)
+    answer = command(workdir=workdir)
+    assert answer.code == 0, answer.err
+    assert "they are in metrics.jsonl.old now" in answer.out
+    assert (workdir / "metrics.jsonl.old").read_bytes() == b"\x00\xff binary\n" * 3
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2, 3, 4, 4]
+
+
+def test_settings_that_changed_are_told_and_the_old_ones_kept(command, trained, folder):
+    workdir = shutil.copytree(trained, folder / "runs" / "changed")
+    before = (workdir / "config.json").read_bytes()
+    answer = command("--config.steps=0x6", "--config.optim.weight_decay=0", workdir=workdir)
+    assert answer.code == 0, answer.err
+    assert "going on from step 4 with other settings:" in answer.out
+    assert "config.steps: saved 4, now 6" in answer.out
+    assert "config.optim.weight_decay: saved 0.1, now 0.0" in answer.out
+    assert "the learning rate of step 5 becomes" in answer.out
+    assert (workdir / "config.step4.json").read_bytes() == before
+    command_line = re.search(r"train on with: (.*)", answer.out)
+    assert command_line is not None
+    words = shlex.split(command_line[1])
+    assert words[:2] == ["cd", str(folder)] and words[-1] == "--config.steps=12"
+    assert "--config.optim.weight_decay=0" in words and "--config.steps=0x6" not in words
 
 
 def test_a_workdir_of_another_run_is_refused_with_the_differing_keys(command, trained):
@@ -534,8 +646,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(command, folde
     assert "nothing is saved" in answer.err
     assert not list((workdir / "checkpoints").iterdir())
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [1, 2]
-    assert records[1]["non_finite"]["grad_norm"] == "nan"
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert records[2]["non_finite"]["grad_norm"] == "nan"
     # It saved nothing, so the workdir is free for another try.
     answer = command(
         "--config.batch_size=16",

@@ -1,5 +1,7 @@
 """A mistake on a script's command line is told in a line, with exit code 2."""
 
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +11,6 @@ import pytest
 from jaxscale import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
-# ml_collections loads a config file by a way of importlib's that Python 3.15 removes.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:the load_module\\(\\) method is deprecated:DeprecationWarning"
-)
 CONFIG = f"--config={ROOT}/configs/tiny.py"
 
 
@@ -67,3 +65,83 @@ def test_help_shows_the_config_among_a_scripts_flags():
         timeout=600,
     )
     assert "--config:" in answer.stdout and "--workdir:" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["--config.steps=5", "-config.steps=0x10", "--config.steps 1_000", "--config.steps=2 --a=b"],
+)
+def test_a_setting_takes_the_place_of_what_was_typed_for_it(typed):
+    told = command_line.with_setting(
+        f"cd '/a b' && python train.py --config.steps_x=1 {typed} --config.seed=0x10",
+        "steps",
+        value=7,
+    )
+    kept = " --a=b" if "--a" in typed else ""
+    assert told == (
+        f"cd '/a b' && python train.py --config.steps_x=1{kept} --config.seed=0x10 --config.steps=7"
+    )
+
+
+def test_the_command_is_repeated_for_a_shell_in_any_folder(monkeypatch, tmp_path):
+    folder = tmp_path / "with space"
+    (folder / ".venv").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    words = ["train.py", "--config.sample.prompt=it's $HOME", "--config.steps=1_000"]
+    monkeypatch.setattr(sys, "argv", words)
+    told = command_line.command_to_repeat()
+    assert shlex.split(told) == ["cd", str(folder), "&&", sys.executable, *words]
+    monkeypatch.setattr(sys, "executable", str(folder / ".venv" / "python"))
+    assert shlex.split(command_line.command_to_repeat())[3] == ".venv/python"
+
+
+@pytest.mark.parametrize("value", ["", "a\0b"])
+def test_a_folder_without_a_name_is_refused(value):
+    with pytest.raises(ValueError, match="--workdir=.* names no folder; write one, such as"):
+        command_line.folder_of("workdir", value)
+
+
+PRINTS = """
+import logging, sys
+from jaxscale.command_line import steady_output
+steady_output()
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+for number in range(3):
+    print("café \\udcff", number, flush=True)
+    logging.info("logged 日本 %d", number)
+"""
+
+
+def printed(**options):
+    return subprocess.run(
+        [sys.executable, "-c", PRINTS], stderr=subprocess.PIPE, timeout=600, **options
+    )
+
+
+def test_a_reader_that_leaves_stops_nothing_and_is_told_once():
+    reader, writer = os.pipe()
+    os.close(reader)
+    answer = printed(stdout=writer)
+    os.close(writer)
+    assert (answer.returncode, answer.stderr) == (0, b"stdout: Broken pipe; going on without it\n")
+
+
+def test_a_disk_that_is_full_stops_no_output():
+    with open("/dev/full", "w") as full:
+        answer = printed(stdout=full)
+    assert answer.returncode == 0
+    assert answer.stderr == b"stdout: No space left on device; going on without it\n"
+
+
+def test_a_closed_output_stops_nothing():
+    command = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, PRINTS]
+    answer = subprocess.run(command, stderr=subprocess.PIPE, timeout=600)
+    assert (answer.returncode, answer.stderr) == (0, b"")
+
+
+def test_what_an_output_cannot_show_is_written_as_an_escape():
+    answer = printed(
+        stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    )
+    assert (answer.returncode, answer.stderr) == (0, b"")
+    assert answer.stdout.splitlines()[:2] == [b"caf\\xe9 \\udcff 0", b"logged \\u65e5\\u672c 0"]

@@ -163,7 +163,7 @@ def test_json_gives_back_every_field_changed():
             qkv_bias=True,
         ),
         optim=adamw.Config(no_decay=("a", "b", "c")),
-        schedule=wsd.Config(decay_steps=1),
+        schedule=wsd.Config(decay_steps=2),
         dtype=Dtype.FLOAT32,
         mesh=MeshConfig(tensor=2, axis_types=AxisTypes.AUTO),
     )

@@ -1,5 +1,10 @@
 """Processes join as the environment says, and what they agree on is the same on each of them."""
 
+import os
+import socket
+import subprocess
+import sys
+
 import jax
 import pytest
 
@@ -75,14 +80,90 @@ def test_the_tasks_of_a_slurm_step_join(joined, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "8")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     distributed.initialize()
-    assert joined == [{}]
+    assert joined == [{"initialization_timeout": 2 * distributed.JOIN_SECONDS}]
+
+
+def set_jax(monkeypatch, **variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
 
 
 def test_jaxs_own_variables_say_who_joins_and_a_missing_one_is_named(joined, monkeypatch):
-    for name, value in dict(COORDINATOR_ADDRESS="h:1", NUM_PROCESSES="4", PROCESS_ID="3").items():
-        monkeypatch.setenv(f"JAX_{name}", value)
+    set_jax(monkeypatch, COORDINATOR_ADDRESS="localhost:1", NUM_PROCESSES="4", PROCESS_ID="3")
     distributed.initialize()
-    assert joined == [{"num_processes": 4, "process_id": 3}]
+    seconds = 2 * distributed.JOIN_SECONDS
+    assert joined == [{"num_processes": 4, "process_id": 3, "initialization_timeout": seconds}]
     monkeypatch.delenv("JAX_PROCESS_ID")
     with pytest.raises(ValueError, match="JAX_PROCESS_ID='' must be a whole number when"):
         distributed.initialize()
+
+
+# JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID of four processes -> what is told.
+WRONG_PLACES = {
+    ("node0", "1"): "JAX_COORDINATOR_ADDRESS='node0': write host:port",
+    ("localhost:port", "1"): "JAX_COORDINATOR_ADDRESS='localhost:port': write host:port",
+    ("localhost:70000", "1"): "the port from 1 to 65535",
+    ("nowhere.invalid:29500", "1"): "host 'nowhere.invalid' is not known here",
+    ("localhost:29500", "4"): "JAX_PROCESS_ID=4 must be below JAX_NUM_PROCESSES=4",
+    ("localhost:29500", "-1"): "JAX_PROCESS_ID='-1' must be a whole number",
+}
+
+
+@pytest.mark.parametrize("place", WRONG_PLACES)
+def test_a_place_where_nobody_can_be_joined_is_told_at_once(joined, monkeypatch, place):
+    set_jax(monkeypatch, COORDINATOR_ADDRESS=place[0], NUM_PROCESSES="4", PROCESS_ID=place[1])
+    with pytest.raises(ValueError, match=WRONG_PLACES[place]):
+        distributed.initialize()
+    assert joined == []
+
+
+def test_a_port_that_another_program_has_is_told(joined, monkeypatch):
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        set_jax(
+            monkeypatch,
+            COORDINATOR_ADDRESS=f"localhost:{port}",
+            NUM_PROCESSES="2",
+            PROCESS_ID="0",
+        )
+        with pytest.raises(ValueError, match=f"port {port} cannot be used here .*in use.*choose"):
+            distributed.initialize()
+    assert joined == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "told"), [("0", "process 1 is missing"), ("1", "process 0 does not answer at")]
+)
+def test_a_process_that_nobody_joins_says_who_is_missing_and_ends_with_2(mine, told):
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": mine,
+        "JAXSCALE_JOIN_SECONDS": "1",
+    }
+    code = "from jaxscale import distributed; distributed.initialize()"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert answer.returncode == 2, answer.stderr
+    assert f"\nerror: {told}" in answer.stderr and "after 1 s; start every" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_a_platform_that_is_not_here_is_told(monkeypatch):
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'cuda': no device\nmore")
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(
+        ValueError,
+        match=r"JAX_PLATFORMS='cuda' finds no device: .*'cuda': no device. Unset it",
+    ):
+        distributed.describe()
+
+
+def test_a_process_says_its_devices_its_jax_and_how_many_there_are():
+    assert distributed.describe() == f"jax {jax.__version__} on cpu: 8 x cpu, 1 process"

@@ -88,11 +88,15 @@ def different_keys(saved: dict, wanted: dict, *, prefix: str = "") -> list[str]:
         if isinstance(old, dict) and isinstance(new, dict):
             lines += different_keys(old, new, prefix=name)
         elif _plain(old) != _plain(new):
-            lines.append(f"{name}: saved {_plain(old)}, now {_plain(new)}")
+            lines.append(f"{name}: saved {_shown(old)}, now {_shown(new)}")
     return lines
 
 
 _ABSENT = object()
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is _ABSENT else repr(_plain(value))
 
 
 def _plain(value: Any) -> Any:

@@ -21,6 +21,7 @@ from jaxscale.compile import choice, refusal
 from jaxscale.config import Remat
 from jaxscale.step.feed import abstract_batch
 from jaxscale.step.plan import Plan
+from jaxscale.xla.environment import host_memory_gib
 
 log = logging.getLogger(__name__)
 
@@ -169,8 +170,14 @@ def _analysis(compiled: jax.stages.Compiled) -> Any:
 
 
 def pool_of(plan: Plan) -> float:
-    """GiB that JAX may take on each of the plan's devices; infinite if they do not say (CPU)."""
-    stats = [device.memory_stats() or {} for device in plan.mesh.local_devices]
+    """GiB that JAX may take on each of the plan's devices; infinite if they do not say.
+
+    CPU devices share what the machine has, or the cgroup of this process.
+    """
+    devices = plan.mesh.local_devices
+    if devices[0].platform == "cpu":
+        return -distributed.largest([-host_memory_gib() / len(devices)])[0]
+    stats = [device.memory_stats() or {} for device in devices]
     pools = [s["bytes_limit"] / 2**30 if s.get("bytes_limit") else math.inf for s in stats]
     return -distributed.largest([-min(pools)])[0]
 

@@ -22,7 +22,7 @@ EVAL_SEED = 0
 # What a fingerprint and an entropy look at: up to this much of a store, in evenly spaced blocks.
 BLOCK_TOKENS = 2**14
 FINGERPRINT_BLOCKS = 64
-TRAIN_BLOCKS, EVAL_BLOCKS = 1024, 256
+TRAIN_BLOCKS, EVAL_BLOCKS, BYTES_BLOCKS = 1024, 256, 16
 # With config.data.max_documents_per_row=0 the bound is what the data needs, but not more than this.
 MOST_DOCUMENTS = 64
 
@@ -80,6 +80,18 @@ class Corpus:
         held_out_counts = _count_ids(held_out, EVAL_BLOCKS)
         log_frequencies = np.log(counts / counts.sum())
         return float(-(held_out_counts * log_frequencies).sum() / held_out_counts.sum())
+
+    def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes of the held-out text a token, over up to 256 Ki of them, for bits a byte.
+
+        None without a tokenizer, or for tokens of which it makes no text.
+        """
+        if self.tokenizer is None:
+            return None
+        rows = self.eval or self.train
+        blocks = [rows.stream[block] for block in _blocks(rows.num_tokens, BYTES_BLOCKS)]
+        num_bytes = sum(len(self.tokenizer.decode(block).encode()) for block in blocks)
+        return num_bytes / sum(map(len, blocks)) or None
 
 
 def open_dataset(data_config: DataConfig, *, seed: int, seq_len: int, vocab_size: int) -> Corpus:

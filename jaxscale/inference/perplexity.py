@@ -53,8 +53,8 @@ class Judged:
 def judge(
     engine: Engine,
     tokenizer: Tokenizer,
-    path: str,
     *,
+    path: str,
     format: str = "auto",
     text_field: str = "text",
     by: str = "file",

@@ -43,29 +43,37 @@ def open_writers(
     """Console, `metrics.jsonl`, TensorBoard events and optionally W&B in `workdir`.
 
     None on processes but the lead. resume_step: the step the state was restored from, 0 for a
-    fresh start; records of later steps are dropped. An absent optional package costs one log line
-    that says how to install it.
+    fresh start; records of later steps are dropped. What cannot be written to costs one log line:
+    an absent package (with how to install it), an account that is not there, a full disk.
     """
     if not distributed.is_lead():
         return Writers([])
     workdir = Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    writers: list[Writer] = [
-        ConsoleWriter(num_steps),
-        JsonlWriter(workdir / "metrics.jsonl", resume_step=resume_step),
-    ]
-    optional: list[Callable[[], Writer]] = []
+    writers: list[Writer] = [ConsoleWriter(num_steps)]
+    optional: dict[str, Callable[[], Writer]] = {
+        "metrics.jsonl": lambda: JsonlWriter(workdir / "metrics.jsonl", resume_step=resume_step)
+    }
     if tensorboard:
-        optional.append(lambda: TensorBoardWriter(workdir / "tensorboard", resume_step=resume_step))
-    if wandb_project:
-        optional.append(
-            lambda: WandbWriter(wandb_project, folder=workdir, run_config=run_config or {})
+        optional["TensorBoard files"] = lambda: TensorBoardWriter(
+            workdir / "tensorboard", resume_step=resume_step
         )
-    for create in optional:
+    if wandb_project:
+        optional["Weights & Biases"] = lambda: WandbWriter(
+            wandb_project, folder=workdir, run_config=run_config or {}
+        )
+    for name, create in optional.items():
         try:
             writers.append(create())
         except ImportError as error:
             log.warning("%s", error)
+        except Exception as error:  # no account, no place to write to
+            log.warning(
+                "no %s: %s: %s; training goes on without it",
+                name,
+                type(error).__name__,
+                " ".join(str(error).split()),
+            )
     return Writers(writers)
 
 
@@ -128,6 +136,8 @@ class ConsoleWriter:
 
     def write(self, record: dict[str, Any]) -> None:
         """A record without `loss`, an evaluation's, gets a line of its own with all its numbers."""
+        if record["step"] == 0:  # the start is told in words
+            return
         now = self._clock()
         if "loss" not in record:
             self._print_line("  ".join(f"{name} {_short(value)}" for name, value in record.items()))
@@ -203,7 +213,10 @@ class JsonlWriter:
     """
 
     def __init__(self, path: Path | str, *, resume_step: int):
-        """Drops the records of steps after `resume_step` first, and half-written lines."""
+        """Drops the records of steps after `resume_step` first, and a half-written line.
+
+        What else the file held, or at a fresh start (0) held at all, stays beside it as NAME.old.
+        """
         path = Path(path)
         if path.exists():
             _drop_later_records(path, resume_step)
@@ -223,14 +236,29 @@ class JsonlWriter:
 
 
 def _drop_later_records(path: Path, resume_step: int) -> None:
+    is_foreign = False
     with open(path, "rb") as old, files.replacing(path) as new:
         for line in old:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and record.get("step", 0) <= resume_step:
+            step = _step_of(line)
+            if step is None:
+                is_foreign |= line.endswith(b"\n")
+            elif 0 < resume_step and step <= resume_step:
                 new.write(line if line.endswith(b"\n") else line + b"\n")
+            else:
+                is_foreign |= resume_step == 0
+        if is_foreign:
+            kept = path.with_name(f"{path.name}.old")
+            path.replace(kept)
+            log.warning("%s held other records; they are in %s now", path, kept.name)
+
+
+def _step_of(line: bytes) -> int | None:
+    """None for what is no record."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def _to_json_line(record: dict[str, Any]) -> bytes:

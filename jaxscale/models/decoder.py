@@ -15,6 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale import sharding as shd
+from jaxscale.config import check_fields, number
 from jaxscale.ops import rope
 from jaxscale.ops.attention import attention
 from jaxscale.ops.documents import Documents
@@ -39,18 +40,18 @@ WHOLE = "batch seq act_embed"
 class Config:
     """Sizes that all families have. `head_size=None` is `model_dim / num_heads`."""
 
-    vocab_size: int
-    model_dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    mlp_dim: int
-    head_size: int | None = None
+    vocab_size: int = number(least=1)
+    model_dim: int = number(least=1)
+    num_layers: int = number(least=1)
+    num_heads: int = number(least=1)
+    num_kv_heads: int = number(least=1)
+    mlp_dim: int = number(least=1)
+    head_size: int | None = number(least=2, default=None)
     tie_embeddings: bool = False
-    norm_eps: float = 1e-5
+    norm_eps: float = number(above=0, below=1, default=1e-5)
     # The longest sequence the model is meant for; None: no limit.
-    max_seq_len: int | None = None
-    init_scale: float = 0.02
+    max_seq_len: int | None = number(least=1, default=None)
+    init_scale: float = number(above=0, default=0.02)
 
     def head_dim(self) -> int:
         return self.head_size or self.model_dim // self.num_heads
@@ -64,10 +65,7 @@ class Config:
 
     def validate(self) -> None:
         """Raises ValueError for sizes that cannot be."""
-        sizes = ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim")
-        for key in sizes:
-            if getattr(self, key) < 1:
-                raise ValueError(f"config.model.{key}={getattr(self, key)}: set it to 1 or more")
+        check_fields(self, "config.model")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"config.model.num_heads={self.num_heads} must be a multiple of "

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale import sharding as shd
+from jaxscale.config import number
 from jaxscale.models import decoder, hugging_face
 from jaxscale.ops import rope
 from jaxscale.ops.execution import Execution
@@ -27,35 +28,21 @@ class Config(decoder.Config):
     """Sizes and options; the defaults are those of Gemma 3."""
 
     tie_embeddings: bool = True
-    norm_eps: float = 1e-6
+    norm_eps: float = number(above=0, below=1, default=1e-6)
     # In a local layer a token sees itself and the `window - 1` before it.
-    window: int = 1024
+    window: int = number(least=1, default=1024)
     # One layer in so many is global, the last of each turn.
-    global_every: int = 6
+    global_every: int = number(least=1, default=6)
     # Of global layers; their positions are `rope_factor` times closer together.
-    rope_theta: float = 1_000_000.0
-    rope_factor: float = 1.0
-    local_rope_theta: float = 10_000.0
+    rope_theta: float = number(least=1, most=1e30, default=1_000_000.0)
+    rope_factor: float = number(least=1, default=1.0)
+    local_rope_theta: float = number(least=1, most=1e30, default=10_000.0)
     # Scores are divided by its root; None: the head size.
-    query_scale: float | None = None
+    query_scale: float | None = number(above=0, default=None)
     qk_norm: bool = True
     # Gemma 2: scores and logits become cap * tanh(x / cap).
-    score_cap: float | None = None
-    logit_cap: float | None = None
-
-    def validate(self) -> None:
-        """Raises ValueError for sizes and options that cannot be."""
-        decoder.Config.validate(self)
-        for key in ("window", "global_every"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"config.model.{key}={getattr(self, key)}: set it to 1 or more")
-        for key in ("query_scale", "score_cap", "logit_cap"):
-            if getattr(self, key) is not None and not getattr(self, key) > 0:
-                raise ValueError(
-                    f"config.model.{key}={getattr(self, key)}: set it above 0, or to None"
-                )
-        if not self.rope_factor >= 1:
-            raise ValueError(f"config.model.rope_factor={self.rope_factor}: set it to 1 or more")
+    score_cap: float | None = number(above=0, default=None)
+    logit_cap: float | None = number(above=0, default=None)
 
     def neutral_scale(self) -> float:
         return 0.0

@@ -13,6 +13,7 @@ from typing import Any
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.config import number
 from jaxscale.models import decoder, hugging_face
 from jaxscale.ops import rope
 from jaxscale.ops.execution import Execution
@@ -23,21 +24,17 @@ from jaxscale.ops.layers import Stack
 class Config(decoder.Config):
     """Sizes and options; the defaults are those of Llama 3."""
 
-    rope_theta: float = 500_000.0
+    rope_theta: float = number(least=1, most=1e30, default=500_000.0)
     rope_scaling: rope.Scaling | None = None
     # Qwen 2: biases on Q, K and V. Qwen 3: RMS norm of each query and key head.
     qkv_bias: bool = False
     qk_norm: bool = False
     # Mistral: a token sees itself and the `window - 1` before it.
-    window: int | None = None
+    window: int | None = number(least=1, default=None)
 
     def validate(self) -> None:
         """Raises ValueError for sizes and options that cannot be."""
         decoder.Config.validate(self)
-        if self.window is not None and self.window < 1:
-            raise ValueError(
-                f"config.model.window={self.window}: set it to 1 or more, or to None for no window"
-            )
         if self.rope_scaling is not None:
             self.rope_scaling.validate()
 

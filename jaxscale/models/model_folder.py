@@ -212,10 +212,8 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def parse(value: str) -> Path:
-    """The folder that `hf:DIR` names. Raises ValueError for another form."""
+    """The folder that `hf:DIR` names. Raises ValueError, without the value, for another form."""
     kind, _, path = value.partition(":")
     if kind != "hf" or not path:
-        raise ValueError(
-            f"{value!r}: write hf:DIR, DIR a folder with config.json and *.safetensors"
-        )
+        raise ValueError("write hf:DIR, a folder with config.json and *.safetensors")
     return Path(path).expanduser()

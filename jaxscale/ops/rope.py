@@ -9,6 +9,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale.config import check_fields, number
+
 
 @dataclasses.dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Scaling:
@@ -17,18 +19,17 @@ class Scaling:
     Wavelengths beyond `original_seq_len / low` are `factor` times longer.
     """
 
-    factor: float = 8.0
-    low: float = 1.0
-    high: float = 4.0
-    original_seq_len: int = 8192
+    factor: float = number(least=1, default=8.0)
+    low: float = number(above=0, default=1.0)
+    high: float = number(above=0, default=4.0)
+    original_seq_len: int = number(least=1, default=8192)
 
     def validate(self) -> None:
-        if not self.factor >= 1:
-            raise ValueError(f"config.model.rope_scaling.factor={self.factor}: set it to 1 or more")
-        if not self.high > self.low > 0:
+        check_fields(self, "config.model.rope_scaling")
+        if not self.high > self.low:
             raise ValueError(
-                f"config.model.rope_scaling.low={self.low} must be above 0 and below "
-                f"high={self.high}"
+                f"config.model.rope_scaling.low={self.low} must be below high={self.high}; "
+                "lower it, or raise config.model.rope_scaling.high"
             )
 
     def scaled(self, frequency: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 
 from jaxscale import sharding as shd
+from jaxscale.config import check_fields, number
 from jaxscale.optim.axes import axes_of_boxes
 
 # The type of its state, which optax does not export.
@@ -18,28 +19,18 @@ class Config:
     """Second moments of a matrix are kept as their means along rows and along columns."""
 
     # How fast the second moments forget: 1 - step ** -decay.
-    decay: float = 0.8
+    decay: float = number(above=0, below=1, default=0.8)
     # A matrix with a smaller side keeps its second moments whole.
-    min_dim_to_factor: int = 128
+    min_dim_to_factor: int = number(least=2, default=128)
     # An update is scaled down to this root mean square.
-    clip_rms: float = 1.0
-    weight_decay: float = 0.0
+    clip_rms: float = number(above=0, default=1.0)
+    weight_decay: float = number(least=0, default=0.0)
     # Gradients are scaled down to this global norm; 0: never.
-    clip_norm: float = 1.0
+    clip_norm: float = number(least=0, default=1.0)
 
     def validate(self) -> None:
         """Raises ValueError for values that cannot be."""
-        if not 0 < self.decay < 1:
-            raise ValueError(f"config.optim.decay={self.decay}: set it between 0 and 1")
-        if self.min_dim_to_factor < 2:
-            raise ValueError(
-                f"config.optim.min_dim_to_factor={self.min_dim_to_factor}: set it to 2 or more"
-            )
-        if not self.clip_rms > 0:
-            raise ValueError(f"config.optim.clip_rms={self.clip_rms}: set it above 0")
-        for key in ("weight_decay", "clip_norm"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"config.optim.{key}={getattr(self, key)}: set it to 0 or more")
+        check_fields(self, "config.optim")
 
     def build(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
         """State is float32; `learning_rate` is a function of the update's number."""

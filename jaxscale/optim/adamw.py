@@ -5,32 +5,24 @@ import dataclasses
 import jax
 import optax
 
+from jaxscale.config import check_fields, number
 from jaxscale.optim.axes import axes_of_boxes
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Config:
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    b1: float = number(least=0, below=1, default=0.9)
+    b2: float = number(least=0, below=1, default=0.95)
+    # Not 0: the vocabulary's padding has no gradient, 0 / 0.
+    eps: float = number(above=0, most=1, default=1e-8)
+    weight_decay: float = number(least=0, default=0.1)
     # Parameters with one of these in their path do not decay.
     no_decay: tuple[str, ...] = ("norm", "bias")
     # Gradients are scaled down to this global norm; 0: never.
-    clip_norm: float = 1.0
+    clip_norm: float = number(least=0, default=1.0)
 
     def validate(self) -> None:
-        for key in ("b1", "b2"):
-            if not 0 <= getattr(self, key) < 1:
-                raise ValueError(
-                    f"config.optim.{key}={getattr(self, key)}: set it from 0 up to, but not "
-                    "including, 1"
-                )
-        if not self.eps > 0:  # the vocabulary's padding has no gradient: 0 / 0
-            raise ValueError(f"config.optim.eps={self.eps}: set it above 0, such as 1e-8")
-        for key in ("weight_decay", "clip_norm"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"config.optim.{key}={getattr(self, key)}: set it to 0 or more")
+        check_fields(self, "config.optim")
 
     def build(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
         """State is float32 like the parameters; `learning_rate` is a function of the step."""

@@ -4,22 +4,20 @@ import dataclasses
 
 import optax
 
-from jaxscale.schedules import check_warmup
+from jaxscale.config import check_fields, number
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Config:
     """peak: the highest learning rate; warmup_steps: those that lead to it."""
 
-    peak: float = 3e-4
-    warmup_steps: int = 100
+    peak: float = number(above=0, most=1e30, default=3e-4)
+    warmup_steps: int = number(least=0, default=100)
     # Where the cosine ends, as a share of the peak; the step after the last one would have it.
-    final: float = 0.1
+    final: float = number(least=0, most=1, default=0.1)
 
     def validate(self) -> None:
-        check_warmup(self.peak, self.warmup_steps)
-        if not 0 <= self.final <= 1:
-            raise ValueError(f"config.schedule.final={self.final}: set it between 0 and 1")
+        check_fields(self, "config.schedule")
 
     def build(self, num_steps: int) -> optax.Schedule:
         """Raises ValueError if the warm-up leaves no step for the cosine."""

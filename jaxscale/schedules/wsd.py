@@ -7,33 +7,30 @@ import dataclasses
 
 import optax
 
-from jaxscale.schedules import check_warmup
+from jaxscale.config import check_fields, number
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Config:
     """peak: the highest learning rate; warmup_steps: those that lead to it."""
 
-    peak: float = 3e-4
-    warmup_steps: int = 100
-    # Steps of the final decay; the step after the last one would have `final`, a share of the peak.
-    decay_steps: int = 1000
-    final: float = 0.0
+    peak: float = number(above=0, most=1e30, default=3e-4)
+    warmup_steps: int = number(least=0, default=100)
+    # Steps of the final decay, the first of which still has the peak; the step after the last one
+    # would have `final`, a share of the peak.
+    decay_steps: int = number(least=2, default=1000)
+    final: float = number(least=0, most=1, default=0.0)
 
     def validate(self) -> None:
-        check_warmup(self.peak, self.warmup_steps)
-        if self.decay_steps < 2:  # the first of them still has the peak
-            raise ValueError(f"config.schedule.decay_steps={self.decay_steps}: set it to 2 or more")
-        if not 0 <= self.final <= 1:
-            raise ValueError(f"config.schedule.final={self.final}: set it between 0 and 1")
+        check_fields(self, "config.schedule")
 
     def build(self, num_steps: int) -> optax.Schedule:
         """Raises ValueError if warm-up and decay are longer than the run."""
         if self.warmup_steps + self.decay_steps > num_steps:
             raise ValueError(
                 f"config.schedule.warmup_steps={self.warmup_steps} and "
-                f"decay_steps={self.decay_steps} are longer than config.steps={num_steps}; "
-                "shorten one of them"
+                f"config.schedule.decay_steps={self.decay_steps} are longer than "
+                f"config.steps={num_steps}; shorten one of them"
             )
         warmup = optax.linear_schedule(
             self.peak / max(self.warmup_steps, 1), self.peak, max(self.warmup_steps - 1, 1)

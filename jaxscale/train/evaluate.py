@@ -11,6 +11,7 @@ from jaxscale.step.feed import device_batches
 from jaxscale.step.plan import Plan
 from jaxscale.step.state import TrainState
 from jaxscale.step.update import held_out_loss
+from jaxscale.train.recorder import still
 
 
 def make_evaluate(plan: Plan, corpus: Corpus) -> Callable[[TrainState], float]:
@@ -22,11 +23,14 @@ def make_evaluate(plan: Plan, corpus: Corpus) -> Callable[[TrainState], float]:
     )
 
     def evaluate(state: TrainState) -> float:
-        sums = []
-        with contextlib.closing(device_batches(plan, rows, start=0)) as batches:
-            for _ in range(plan.config.evaluation.batches):
+        sums, num_batches = [], plan.config.evaluation.batches
+        with (
+            still(f"evaluating {num_batches} held-out batches"),
+            contextlib.closing(device_batches(plan, rows, start=0)) as batches,
+        ):
+            for _ in range(num_batches):
                 sums.append(sums_of(state, next(batches)))
-        loss, tokens = (sum(float(x) for x in column) for column in zip(*sums, strict=True))
+            loss, tokens = (sum(float(x) for x in column) for column in zip(*sums, strict=True))
         return loss / max(tokens, 1)
 
     return evaluate

@@ -33,7 +33,7 @@ def import_model(config: Config, workdir: Path) -> None:
         plan = plan_of_run(config, corpus=corpus)
         with shd.use(plan.mesh, plan.rules):
             state = with_pretrained(init_state(plan), folder)
-            write_config(workdir, config)
+            write_config(workdir, config, saved_step=None)
             keep_companions(workdir, folder.companions())
             checkpoints.save(0, to_flat(state), metadata=metadata_of(config, corpus))
             checkpoints.wait()

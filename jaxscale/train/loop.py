@@ -33,9 +33,9 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
     with open_run(config, Path(workdir), command=command) as run:
         state, first_step = run.restore_or_init()
         first_loss = last_loss = run.evaluate(state)
-        run.tell_start(first_step, first_loss)
         step = first_step
         with run.recorder(first_step) as record, run.batches(first_step) as batches:
+            run.tell_start(first_step, first_loss, record=record)
             while step < config.steps and not run.stops():
                 record.profile_from(step)
                 with record.waiting():

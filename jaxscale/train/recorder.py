@@ -1,7 +1,9 @@
 """The records of a run: of its steps, and of what happens between them."""
 
 import contextlib
+import logging
 import math
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +17,53 @@ from jaxscale.metrics.meter import Meter
 from jaxscale.metrics.writers import open_writers
 from jaxscale.train.profile import Profile
 
+log = logging.getLogger(__name__)
+
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient of a step is NaN or infinite."""
+
+
+@contextlib.contextmanager
+def still(doing: str, *, after_seconds: float = 5.0) -> Iterator[None]:
+    """Says now and then, and ever less often, that this goes on."""
+    is_done, began = threading.Event(), time.monotonic()
+
+    def tell():
+        seconds = after_seconds
+        while not is_done.wait(seconds):
+            log.info("%s: %.0f s so far", doing, time.monotonic() - began)
+            seconds = min(2 * seconds, 60.0)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+
+
+class HeldOut:
+    """What a held-out loss is told with.
+
+    unigram_entropy: nats a token that knowing token frequencies gives. bytes_per_token: of the
+    held-out text, None where its bytes are not known.
+    """
+
+    def __init__(self, unigram_entropy: float, *, bytes_per_token: float | None):
+        self.unigram_entropy, self._bytes_per_token = unigram_entropy, bytes_per_token
+
+    def record(self, loss: float) -> dict[str, float]:
+        """loss: nats a token."""
+        record = {"eval_loss": loss}
+        if self._bytes_per_token:
+            record["eval_bits_per_byte"] = loss / math.log(2) / self._bytes_per_token
+        return record | {"unigram_entropy": self.unigram_entropy}
+
+    def describe(self, loss: float) -> str:
+        bits = self.record(loss).get("eval_bits_per_byte")
+        return f"{loss:.4f} nats/token" + (f", {bits:.4f} bits/byte" if bits is not None else "")
 
 
 class Recorder:
@@ -26,12 +72,20 @@ class Recorder:
     saved_step: the newest that is saved, which a message about a failure names.
     """
 
-    def __init__(self, config: Config, workdir: Path, *, first_step: int, facts: dict[str, float]):
+    def __init__(
+        self,
+        config: Config,
+        workdir: Path,
+        *,
+        first_step: int,
+        facts: dict[str, float],
+        held_out: HeldOut,
+    ):
         """The clock starts here: the first step's seconds hold what a first execution costs.
 
         first_step: the step that this process goes on from. facts: go on record with the next.
         """
-        self.saved_step = first_step
+        self.saved_step, self._held_out = first_step, held_out
         self._first_step, self._facts, self._workdir = first_step, facts, workdir
         self._wait_seconds = 0.0
         self._writers = open_writers(
@@ -88,7 +142,7 @@ class Recorder:
 
     def evaluation(self, step: int, loss: float) -> None:
         """Held-out nats a token."""
-        self._writers.write({"step": step, "eval_loss": loss})
+        self._writers.write({"step": step} | self._held_out.record(loss))
 
     def profile_from(self, step: int) -> None:
         """Starts the profile if it begins after this step."""

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import re
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from jaxscale import config as run_config
 from jaxscale import distributed
 from jaxscale import sharding as shd
 from jaxscale.checkpoint.checkpointer import Checkpointer
+from jaxscale.command_line import with_setting
 from jaxscale.compile.fit import CompiledUpdate, compile_to_fit
 from jaxscale.config import Config
 from jaxscale.data.batch import Batch
@@ -26,7 +26,7 @@ from jaxscale.step.pretrained import open_pretrained, with_pretrained
 from jaxscale.step.state import TrainState, from_flat, init_state, to_flat
 from jaxscale.step.update import update
 from jaxscale.train.evaluate import make_evaluate
-from jaxscale.train.recorder import Recorder
+from jaxscale.train.recorder import HeldOut, Recorder, still
 from jaxscale.train.sample import sample_text
 from jaxscale.train.stop import interrupts
 from jaxscale.train.workdir import (
@@ -34,6 +34,7 @@ from jaxscale.train.workdir import (
     check_workdir,
     keep_companions,
     only_run,
+    tell_changes,
     write_config,
 )
 from jaxscale.xla import options
@@ -60,10 +61,11 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
     # Asking who leads touches the devices, so a process that is alone is not asked.
     leads = not jax.distributed.is_initialized() or distributed.is_lead()
     keep = dict(keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every)
-    with (
-        only_run(workdir) if leads else contextlib.nullcontext(),
-        Checkpointer(workdir / "checkpoints", **keep) as checkpoints,
-    ):
+    with contextlib.ExitStack() as stack:
+        if leads:
+            stack.enter_context(only_run(workdir))
+        log.info(distributed.describe())
+        checkpoints = stack.enter_context(Checkpointer(workdir / "checkpoints", **keep))
         latest = _check_latest(config, workdir, checkpoints=checkpoints, corpus=corpus)
         pretrained = open_pretrained(config) if latest is None else None
         enable_compilation_cache()
@@ -75,10 +77,13 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
         with shd.use(plan.mesh, plan.rules), interrupts() as interrupted:
             stops = distributed.any_process(interrupted)
             run = Run(config, plan, corpus, checkpoints, workdir, command, stops, pretrained)
+            if latest is not None:
+                saved = checkpoints.metadata(latest)["config"]
+                tell_changes(config, saved=saved, step=latest)
             if (latest or 0) < config.steps:
                 run.compile()
             if leads:
-                write_config(workdir, config)
+                write_config(workdir, config, saved_step=latest)
                 if pretrained is not None:
                     keep_companions(workdir, pretrained.companions())
             yield run
@@ -124,7 +129,8 @@ class Run:
 
     def compile(self) -> None:
         """Compiles the update now: what cannot fit is refused while nothing is allocated."""
-        _ = self.update
+        with still("compiling the update"):
+            _ = self.update
 
     @functools.cached_property
     def evaluate(self) -> Callable[[TrainState], float]:
@@ -148,7 +154,13 @@ class Run:
             facts = self.update.facts()
         else:
             facts = {}
-        return Recorder(self.config, self.workdir, first_step=first_step, facts=facts)
+        return Recorder(
+            self.config,
+            self.workdir,
+            first_step=first_step,
+            facts=facts,
+            held_out=self._held_out,
+        )
 
     def batches(self, start: int) -> contextlib.closing[Generator[Batch, None, None]]:
         """The training batches from `start` on, on the devices."""
@@ -170,33 +182,37 @@ class Run:
         """Text from the model; None without a tokenizer, or with config.sample.tokens=0."""
         if not self.config.sample.tokens or self.corpus.tokenizer is None:
             return None
-        text = sample_text(self.plan, state, tokenizer=self.corpus.tokenizer)
+        with still("sampling"):
+            text = sample_text(self.plan, state, tokenizer=self.corpus.tokenizer)
         log.info("sample (temperature %g):\n%s", self.config.sample.temperature, text)
         return text
 
     # What it tells.
 
-    def tell_start(self, step: int, loss: float) -> None:
-        """The held-out loss beside the unigram entropy."""
-        entropy = self._entropy
+    def tell_start(self, step: int, loss: float, *, record: Recorder) -> None:
+        """The held-out loss beside the unigram entropy; that of step 0 goes on record."""
+        held_out = self._held_out
         log.info(
-            "held-out loss at step %d: %.4f nats/token (unigram entropy %.4f)", step, loss, entropy
+            f"held-out loss at step {step}: {held_out.describe(loss)} "
+            f"(unigram entropy {held_out.unigram_entropy:.4f})"
         )
+        if step == 0:
+            record.evaluation(step, loss)
         if step >= self.config.steps:
             log.info(
                 "nothing to train: step %d is done, and config.steps=%d", step, self.config.steps
             )
 
     @functools.cached_property
-    def _entropy(self) -> float:
-        return self.corpus.unigram_entropy()
+    def _held_out(self) -> HeldOut:
+        return HeldOut(self.corpus.unigram_entropy(), bytes_per_token=self.corpus.bytes_per_token())
 
     def tell_losses(self, first_step: int, step: int, *, losses: tuple[float, float]) -> None:
         """The held-out loss before and after."""
-        before, after = losses
+        before, after = map(self._held_out.describe, losses)
         log.info(
-            f"held-out loss: {before:.4f} before (step {first_step}), {after:.4f} after "
-            f"(step {step}) nats/token; unigram entropy {self._entropy:.4f}"
+            f"held-out loss: {before} before (step {first_step}); {after} after (step {step}); "
+            f"unigram entropy {self._held_out.unigram_entropy:.4f}"
         )
 
     def tell_stop(self, step: int) -> None:
@@ -218,8 +234,8 @@ class Run:
         total = "" if step > config.steps else f" of {config.steps}"
         text = f"done: step {step}{total}. In {self.workdir}: {', '.join(files)}"
         if config.checkpoint.enabled:
-            command = re.sub(r" --config\.steps[= ]\d+", "", self.command)
-            text += f"\ntrain on with: {command} --config.steps={2 * step}"
+            command = with_setting(self.command, "steps", value=2 * step)
+            text += f"\ntrain on with: {command}"
         log.info(text)
 
 

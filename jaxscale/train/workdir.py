@@ -96,13 +96,42 @@ def only_run(workdir: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def write_config(workdir: Path, config: Config) -> None:
-    """Writes config.json whole or not at all.
+def tell_changes(config: Config, *, saved: dict, step: int) -> None:
+    """Every setting that is not as it was, and what follows for the learning rate.
 
-    A kill must not leave a workdir that no run can continue.
+    saved: the config, as JSON, of the checkpoint of that step.
     """
-    text = json.dumps(run_config.to_json(config), indent=2) + "\n"
-    write_atomically(workdir / "config.json", text.encode())
+    try:
+        before = run_config.from_json(saved)
+    except ValueError:  # of another version
+        return
+    lines = different_keys(run_config.to_json(before), run_config.to_json(config))
+    if not lines:
+        return
+    lines = [f"config.{line}" for line in lines]
+    if step < config.steps:
+        now, then = (float(c.schedule.build(c.steps)(step)) for c in (config, before))
+        last = float(config.schedule.build(config.steps)(config.steps - 1))
+        if now != then:
+            lines.append(
+                f"the learning rate of step {step + 1} becomes {now:.3g}, and would have been "
+                f"{then:.3g}; that of the last step, {config.steps}, is {last:.3g}"
+            )
+    log.info("going on from step %d with other settings:\n  %s", step, "\n  ".join(lines))
+
+
+def write_config(workdir: Path, config: Config, *, saved_step: int | None) -> None:
+    """Writes config.json whole or not at all: a run must be able to go on after a kill.
+
+    saved_step: the newest that is saved. The config.json that led there stays beside the new one,
+    as config.stepN.json, if they differ.
+    """
+    path, text = workdir / "config.json", json.dumps(run_config.to_json(config), indent=2) + "\n"
+    old = path.read_bytes() if path.exists() else b""
+    kept = workdir / f"config.step{saved_step}.json"
+    if old and saved_step is not None and old != text.encode() and not kept.exists():
+        write_atomically(kept, old)
+    write_atomically(path, text.encode())
 
 
 # Files of the model that a run began with; an export has them again.

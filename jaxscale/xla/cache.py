@@ -1,12 +1,17 @@
 """The cache of compiled programs, for the next start."""
 
+import errno
 import logging
 import os
+import shutil
 from pathlib import Path
 
-from jaxscale.files import cache_folder
+from jaxscale.files import cache_folder, require_writable
 
 log = logging.getLogger(__name__)
+
+# The programs of a run take some 10 MB.
+LEAST_FREE_BYTES = 64 * 2**20
 
 
 def enable_compilation_cache() -> None:
@@ -32,16 +37,18 @@ def enable_compilation_cache() -> None:
 
 
 def _make(folder: str) -> bool:
-    """False, with a line in the log, where it cannot be made."""
+    """False, with a line in the log, where nothing can be kept in it."""
     if "://" in folder:  # a bucket needs no folders
         return True
     try:
         # Where JAX has XLA's autotuner keep its results; XLA asks that it exist.
         results = Path(folder) / "xla_gpu_per_fusion_autotune_cache_dir"
-        results.mkdir(parents=True, exist_ok=True)
+        require_writable(results)
+        if shutil.disk_usage(results).free < LEAST_FREE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         log.warning(
-            "%s cannot be made (%s): every start compiles anew; "
+            "%s cannot be written to (%s): every start compiles anew; "
             "set JAX_COMPILATION_CACHE_DIR to another folder",
             folder,
             error.strerror,

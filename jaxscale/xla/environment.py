@@ -3,6 +3,7 @@
 A user sets options of all programs with XLA_FLAGS; they win over those that jaxscale sets.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from jaxscale.xla import jaxlib
 
@@ -65,6 +67,27 @@ def set_environment() -> None:
     # XLA takes anything else than flags for the name of a file that holds them.
     if (flags := os.environ.get("XLA_FLAGS", "")).lstrip().startswith("--"):
         os.environ["XLA_FLAGS"] = _without_unknown(flags)
+
+
+def host_memory_gib() -> float:
+    """What this process may take at most: of the machine, or of its cgroup and those above."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _cgroup_limits():
+        with contextlib.suppress(OSError, ValueError):  # none there, or "max"
+            limits.append(int(file.read_text()))
+    return min(limits) / 2**30
+
+
+def _cgroup_limits(proc: Path = Path("/proc/self/cgroup")) -> Iterator[Path]:
+    """Files that may hold a limit. A line of `proc` is number:controllers:path, 0::path in v2."""
+    root = Path("/sys/fs/cgroup")
+    lines = proc.read_text().splitlines() if proc.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        base = root / "memory" if controllers else root
+        if not controllers or "memory" in controllers.split(","):
+            place = base / path.lstrip("/")
+            yield from (up / name for up in (place, *place.parents) if up.is_relative_to(base))
 
 
 def has_flag(name: str) -> bool:

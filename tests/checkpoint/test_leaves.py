@@ -32,7 +32,7 @@ def test_different_keys_are_listed_by_their_dotted_name():
     assert different_keys(saved, wanted) == [
         "model.num_layers: saved 4, now 6",
         "model.old: saved None, now absent",
-        "model.new: saved absent, now a",
+        "model.new: saved absent, now 'a'",
     ]
     assert different_keys({"num_layers": 4}, {"num_layers": 6}, prefix="model") == [
         "model.num_layers: saved 4, now 6"

@@ -1,6 +1,7 @@
 """Models of Hugging Face become runs and come back, bit by bit."""
 
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -134,7 +135,7 @@ def test_the_part_of_gemma_3_that_reads_text_is_taken_out_of_a_model_that_reads_
 
 
 def test_a_config_json_of_gemma_3_as_google_ships_it_is_read():
-    model = model_folder.model_of(
+    model: Any = model_folder.model_of(
         {
             "model_type": "gemma3_text",
             "hidden_size": 2560,
@@ -150,7 +151,7 @@ def test_a_config_json_of_gemma_3_as_google_ships_it_is_read():
 
 
 def test_a_config_json_of_gemma_2_as_google_ships_it_is_read():
-    model = model_folder.model_of(
+    model: Any = model_folder.model_of(
         {
             "model_type": "gemma2",
             "vocab_size": 256_000,

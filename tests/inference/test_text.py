@@ -5,6 +5,7 @@ import threading
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +37,13 @@ class Echo:
             yield [np.array(ids[begin : begin + self.step], np.int32) for _ in prompts]
 
 
+def echo(said, step) -> Any:
+    return Echo(said, step)
+
+
 def said(text, *, step=1, stop=(), max_tokens=1000):
     pieces = Continuations(
-        Echo(text, step),
+        echo(text, step),
         TOKENIZER,
         ["a", "b"],
         sampling=Sampling(),
@@ -141,7 +146,7 @@ def test_a_setting_that_cannot_be_is_told_with_its_value(setting, value):
 
 @pytest.fixture
 def server():
-    engine = Echo("Hello. World", 2)
+    engine = echo("Hello. World", 2)
     with open_server(engine, TOKENIZER, name="echo", port=0) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -213,7 +218,7 @@ def test_another_path_is_told(server):
 
 
 def test_a_port_that_is_taken_is_told():
-    with open_server(Echo("", 1), TOKENIZER, name="x", port=0) as server:
+    with open_server(echo("", 1), TOKENIZER, name="x", port=0) as server:
         port = server.server_address[1]
         with pytest.raises(ValueError, match=f"--serve={port}: .*; choose another port"):
-            open_server(Echo("", 1), TOKENIZER, name="x", port=port)
+            open_server(echo("", 1), TOKENIZER, name="x", port=port)

@@ -115,7 +115,7 @@ def test_jsonl_drops_the_records_after_the_step_resumed_from_and_a_half_written_
 
 def test_a_file_stays_as_it_was_when_trimming_it_is_cut_short(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n')
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')
 
     def killed(descriptor):
         raise KeyboardInterrupt
@@ -123,7 +123,63 @@ def test_a_file_stays_as_it_was_when_trimming_it_is_cut_short(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         JsonlWriter(path, resume_step=1)
-    assert [record["step"] for record in read_jsonl(path)] == [1, 2]
+    assert [record["step"] for record in read_jsonl(path)] == [0, 1, 2]
+
+
+# What metrics.jsonl held, the step that a run goes on from, and the steps that stay in it.
+FOREIGN = {
+    "of another run, at a fresh start": (b'{"step": 0}\n{"step": 7, "loss": 1.0}\n', 0, []),
+    "binary": (bytes(range(256)) * 9, 3, []),
+    "of other records": (b'{"epoch": 3}\n[1]\n"step"\n7\n{"step": "a"}\n', 3, []),
+    "text between": (b'{"step": 1}\nhello\n{"step": 2}\n{"step": 9}\n', 3, [1, 2]),
+    "lists without end": (b"[" * 100_000 + b"\n", 3, []),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_is_no_record_of_this_run_is_kept_beside(tmp_path, caplog, kind):
+    held, step, steps = FOREIGN[kind]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(held)
+    writer = JsonlWriter(path, resume_step=step)
+    writer.write({"step": step + 1})
+    writer.close()
+    assert [record["step"] for record in read_jsonl(path)] == [*steps, step + 1]
+    assert (tmp_path / "metrics.jsonl.old").read_bytes() == held
+    assert "they are in metrics.jsonl.old now" in caplog.text
+
+
+def test_where_nothing_can_be_written_each_place_costs_one_line_and_training_goes_on(
+    tmp_path, monkeypatch, caplog, capsys
+):
+    class UsageError(Exception):
+        pass
+
+    def init(**options):
+        raise UsageError("No API key configured.\nUse `wandb login`")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "tensorboard").write_text("a file")
+    writers = open_writers(tmp_path, num_steps=2, resume_step=0, wandb_project="p")
+    for step in (1, 2):
+        writers.write({"step": step, "loss": 2.0})
+    writers.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3
+    for line, start, reason in zip(
+        lines,
+        ("no metrics.jsonl: IsADirectoryError", "no TensorBoard files: ", "no Weights & Biases: "),
+        (
+            "Is a directory",
+            "Not a directory",
+            "UsageError: No API key configured. Use `wandb login`",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(start) and reason in line
+        assert line.endswith("; training goes on without it")
+    assert capsys.readouterr().out.count("loss 2.0000") == 2
 
 
 def test_values_that_are_not_finite_stay_valid_json_and_are_named(tmp_path):

@@ -104,7 +104,7 @@ def test_the_trace_has_the_steps_asked_for_and_the_run_is_what_it_is_without(
     train(run_of(folder, profile=ProfileConfig(start=2, steps=2)), tmp_path)
     # The evaluation after step 2 comes before the trace, and that after step 4 comes after it.
     assert profiled_steps(tmp_path) == ([3, 4], False)
-    assert losses(tmp_path) == losses(plain) and len(losses(tmp_path)) == 5 + 3
+    assert losses(tmp_path) == losses(plain) and len(losses(tmp_path)) == 5 + 4
     assert not (plain / "profile").exists()
 
 

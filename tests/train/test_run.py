@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ from jaxscale.config import (
     LogConfig,
     MeshConfig,
     SampleConfig,
+    from_json,
 )
 from jaxscale.data.loader import Corpus
 from jaxscale.models import llama
@@ -36,7 +38,7 @@ from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
 from jaxscale.train import run
 from jaxscale.train.loop import Outcome, train
-from jaxscale.train.recorder import NonFiniteError
+from jaxscale.train.recorder import NonFiniteError, still
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "scripts" / "train.py")
@@ -233,7 +235,7 @@ def undisturbed(text, tmp_path_factory):
     """The workdir of a run that nothing happened to, on the 8 devices of this process."""
     workdir = tmp_path_factory.mktemp("undisturbed")
     train(run_config(text), workdir)
-    assert list(losses(workdir)) == list(range(1, 13)) and list(eval_losses(workdir)) == [12]
+    assert list(losses(workdir)) == list(range(1, 13)) and list(eval_losses(workdir)) == [0, 12]
     return workdir
 
 
@@ -269,12 +271,12 @@ def test_interrupted_it_saves_exits_with_130_and_the_command_it_names_continues_
         return child.process.args, child.finish(130)
 
     arguments, output = interrupted(3, signal.SIGINT)
-    step, command = found(
-        r"stopped at step (\d+) of 12 and saved; continue with: \S*python\S* (.*)", output
-    )
+    step, command = found(r"stopped at step (\d+) of 12 and saved; continue with: (.*)", output)
     assert int(step) == 3 and saved_steps(tmp_path) == [3]
-    # The whole command, its settings included.
-    assert command.split() == arguments[5:]
+    # The whole command, its settings included, for a shell in any folder.
+    folder, python, *words = shlex.split(command.replace(" && ", " "))[1:]
+    assert folder == os.getcwd() and words == arguments[5:]
+    assert os.path.join(folder, python) == sys.executable
 
     _, output = interrupted(5, signal.SIGTERM)
     assert "SIGTERM: finishing the step and saving" in output
@@ -311,7 +313,7 @@ def test_interrupted_before_the_first_step_it_stops_there(text, tmp_path, monkey
     stopped = tell(run_config(text), tmp_path)
     assert stopped.outcome.interrupted and stopped.outcome.step == 0
     assert (
-        "stopped at step 0 of 12 before the first; start again with: python train.py"
+        "stopped at step 0 of 12 before the first; start again with: cd /runs && python train.py"
         in stopped.said
     )
     assert saved_steps(tmp_path) == []
@@ -329,6 +331,7 @@ def start_two(start, workdir, *arguments, holds=""):
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": "2",
+        "XDG_CACHE_HOME": str(Path(workdir) / "cache"),  # of what `auto` chose
     }
     return [
         start(workdir, *arguments, holds=holds, devices=4, **shared, JAX_PROCESS_ID=str(number))
@@ -425,7 +428,8 @@ def tell(config, workdir):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        outcome = train(config, workdir, command="python train.py --config.steps=6 --config.seed 0")
+        typed = "--config.steps=0x6 --config.seed 0x10 --config.steps 1_000"
+        outcome = train(config, workdir, command=f"cd /runs && python train.py {typed}")
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
@@ -436,15 +440,28 @@ def test_the_held_out_loss_is_told_before_and_after_beside_the_unigram_entropy(t
     assert told.outcome.last_loss < told.outcome.first_loss
     # An untrained model knows nothing: all ids are as likely. (The z-loss may be part of it.)
     assert -0.1 < told.outcome.first_loss - math.log(257) < 0.4
-    loss, entropy = found(
-        r"held-out loss at step 0: ([\d.]+) nats/token \(unigram entropy ([\d.]+)\)", told.said
+    loss, bits, entropy = found(
+        r"held-out loss at step 0: ([\d.]+) nats/token, ([\d.]+) bits/byte "
+        r"\(unigram entropy ([\d.]+)\)",
+        told.said,
     )
     assert float(loss) == round(told.outcome.first_loss, 4)
     assert 2 < float(entropy) < math.log(30)  # some 20 letters, unevenly
-    assert (
-        f"held-out loss: {told.outcome.first_loss:.4f} before (step 0), "
-        f"{told.outcome.last_loss:.4f} after (step 6) nats/token; unigram entropy {entropy}"
-    ) in told.said
+    last = f"{told.outcome.last_loss:.4f}"
+    assert re.search(
+        rf"held-out loss: {loss} nats/token, {bits} bits/byte before \(step 0\); "
+        rf"{last} nats/token, [\d.]+ bits/byte after \(step 6\); unigram entropy {entropy}",
+        told.said,
+    )
+
+
+def test_bits_a_byte_are_the_nats_of_all_tokens_over_the_bytes_of_the_text(told):
+    """Documents of 52 or 53 bytes, 12 times, and a token that is no byte at their ends."""
+    first = next(record for record in records(told.workdir) if record["step"] == 0)
+    length = len("The cat 7 sat on the mat and looked at the moon. ") * 12
+    bits = first["eval_loss"] / math.log(2) * (length + 1) / length
+    assert first["eval_bits_per_byte"] == pytest.approx(bits, rel=1e-3)
+    assert first["unigram_entropy"] < first["eval_loss"]
 
 
 def test_the_z_loss_of_the_config_is_part_of_the_loss(told):
@@ -462,7 +479,7 @@ def test_the_last_lines_say_where_everything_is_and_how_to_go_on(told):
     assert last.splitlines() == [
         f"done: step 6 of 6. In {told.workdir}: config.json, metrics.jsonl, checkpoints/, "
         "tensorboard/",
-        "train on with: python train.py --config.seed 0 --config.steps=12",
+        "train on with: cd /runs && python train.py --config.seed 0x10 --config.steps=12",
     ]
     for name in ("config.json", "metrics.jsonl", "checkpoints", "tensorboard"):
         assert (told.workdir / name).exists()
@@ -470,7 +487,8 @@ def test_the_last_lines_say_where_everything_is_and_how_to_go_on(told):
 
 
 def test_the_held_out_text_is_evaluated_every_so_many_steps_and_at_the_end(told):
-    assert list(eval_losses(told.workdir)) == [2, 4, 6]
+    assert list(eval_losses(told.workdir)) == [0, 2, 4, 6]
+    assert eval_losses(told.workdir)[0] == told.outcome.first_loss
     assert eval_losses(told.workdir)[6] == told.outcome.last_loss
     assert saved_steps(told.workdir) == [3, 6]
 
@@ -496,6 +514,58 @@ def test_a_finished_run_goes_on_when_steps_is_raised(told, tmp_path):
     before, after = losses(told.workdir), losses(tmp_path / "run")
     assert all(after[step] == before[step] for step in before)
     assert more.outcome.first_loss == told.outcome.last_loss
+
+
+def test_what_changed_since_the_checkpoint_is_told_with_what_it_does_to_the_learning_rate(
+    told, tmp_path
+):
+    workdir = shutil.copytree(told.workdir, tmp_path / "run")
+    config = dataclasses.replace(
+        told.config, steps=8, sample=SampleConfig(tokens=0), checkpoint=CheckpointConfig(every=4)
+    )
+    more = tell(config, workdir)
+    lines = found(r"going on from step 6 with other settings:\n((?:  .*\n)+)", more.said)[0]
+    *changes, rate = [line.strip() for line in lines.splitlines()]
+    assert changes == [
+        "config.steps: saved 6, now 8",
+        "config.checkpoint.every: saved 3, now 4",
+        "config.sample.tokens: saved 200, now 0",
+        "config.sample.prompt: saved 'The ', now 'def '",
+    ]
+    now, then, last = map(
+        float,
+        found(
+            r"the learning rate of step 7 becomes (\S+), and would have been (\S+); "
+            r"that of the last step, 8, is (\S+)",
+            rate,
+        ),
+    )
+    rates = [record.get("learning_rate") for record in records(workdir)]
+    assert now == pytest.approx(rates[-3], rel=0.01) and last == pytest.approx(rates[-2], rel=0.01)
+    assert then == pytest.approx(3e-4, rel=0.01)  # the tenth at which the cosine of 6 steps ended
+    kept = json.loads((workdir / "config.step6.json").read_text())
+    assert from_json(kept) == told.config
+    assert json.loads((workdir / "config.json").read_text())["steps"] == 8
+    # The same again: nothing has changed, and nothing is kept beside.
+    again = tell(config, workdir)
+    assert "other settings" not in again.said and not (workdir / "config.step8.json").exists()
+
+
+def test_the_first_line_says_what_it_runs_on(told):
+    assert told.said.startswith("jax ") and "on cpu: 8 x cpu, 1 process\n" in told.said
+
+
+def test_what_takes_long_is_told_ever_less_often(caplog):
+    caplog.set_level(logging.INFO, "jaxscale")
+    with still("evaluating", after_seconds=0.05):
+        time.sleep(0.5)
+    messages = [record.getMessage() for record in caplog.records]
+    assert 2 <= len(messages) <= 4  # after 0.05, 0.15 and 0.35 seconds
+    assert set(messages) == {"evaluating: 0 s so far"}
+    caplog.clear()
+    with still("evaluating"):
+        pass
+    assert not caplog.records
 
 
 def test_without_checkpoints_nothing_is_saved_and_no_continuation_is_promised(

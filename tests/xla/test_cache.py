@@ -1,11 +1,16 @@
 """The compilation cache is on where it is safe, in a folder that suits XLA."""
 
+import errno
+import os
+import shutil
+import types
 from pathlib import Path
 
 import jax
 import pytest
 from jax._src import compiler
 
+from jaxscale.xla import cache
 from jaxscale.xla.cache import enable_compilation_cache
 
 
@@ -48,6 +53,21 @@ def test_no_cache_on_a_cpu(updates, monkeypatch):
     assert not updates
 
 
+@pytest.mark.parametrize("why", ["Read-only file system", "No space left on device"])
+def test_a_folder_that_nothing_can_be_kept_in_is_told_and_the_run_goes_on(
+    updates, monkeypatch, caplog, why
+):
+    def refuse(folder):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    if why.startswith("Read"):
+        monkeypatch.setattr(cache, "require_writable", refuse)
+    else:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=1000))
+    enable_compilation_cache()
+    assert not updates and f"cannot be written to ({why}): every start" in caplog.text
+
+
 def test_a_folder_that_cannot_be_made_is_told_and_the_run_goes_on(
     updates, environment, tmp_path, caplog
 ):
@@ -56,7 +76,8 @@ def test_a_folder_that_cannot_be_made_is_told_and_the_run_goes_on(
     enable_compilation_cache()
     assert (
         not updates
-        and "file/cache cannot be made (Not a directory): every start compiles anew" in caplog.text
+        and "file/cache cannot be written to (Not a directory): every start compiles anew"
+        in caplog.text
     )
 
 

@@ -6,6 +6,7 @@ from importlib import metadata
 
 import pytest
 
+from jaxscale.xla import environment as xla_environment
 from jaxscale.xla.environment import MEMORY_FRACTION, VARIABLES, set_environment
 
 JAXLIB = f"jaxlib {metadata.version('jaxlib')}"
@@ -72,3 +73,30 @@ def test_a_flags_value_that_xla_cannot_read_is_a_mistake(environment):
         ValueError, match="XLA_FLAGS: 'perhaps' is not a value of --xla_gpu_enable_triton_gemm"
     ):
         set_environment()
+
+
+CGROUPS = {
+    "0::/user/run\n": ["user/run/memory.max", "user/memory.max", "memory.max"],
+    "5:cpu,memory:/job\n4:cpu:/job\n": [
+        "memory/job/memory.limit_in_bytes",
+        "memory/memory.limit_in_bytes",
+    ],
+    "": [],
+}
+
+
+@pytest.mark.parametrize("text", CGROUPS)
+def test_the_limits_of_a_cgroup_and_of_those_above_are_looked_up(tmp_path, text):
+    (tmp_path / "cgroup").write_text(text)
+    found = [str(path) for path in xla_environment._cgroup_limits(tmp_path / "cgroup")]
+    assert found == [f"/sys/fs/cgroup/{name}" for name in CGROUPS[text]]
+
+
+def test_the_memory_of_the_host_is_the_least_of_the_limits(tmp_path, monkeypatch):
+    files = [tmp_path / name for name in ("above", "none", "missing")]
+    files[0].write_text(f"{2**30}\n")
+    files[1].write_text("max\n")
+    monkeypatch.setattr(xla_environment, "_cgroup_limits", lambda: iter(files))
+    assert xla_environment.host_memory_gib() == 1.0
+    files[0].write_text(f"{2**62}\n")
+    assert 1.0 < xla_environment.host_memory_gib() < 2**20

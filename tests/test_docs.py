@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from jaxscale import config as run_config
+from tests import first_hour
 from tests.test_layers import LAYERS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +24,7 @@ PAGES = (
     "docs/decisions.md",
     "docs/sharding.md",
     "docs/data.md",
+    "docs/models.md",
     "docs/performance.md",
 )
 # Up to the fence that ends the block.
@@ -102,6 +104,18 @@ def test_the_settings_named_on_a_page_exist(page):
         except AttributeError:
             missing.append(key)
     assert missing == []
+
+
+@pytest.mark.parametrize("command", first_hour.commands((ROOT / "README.md").read_text()))
+def test_a_command_of_the_readme_names_flags_that_there_are(command):
+    script = re.search(r"scripts/(\w+)\.py", command)
+    if script is None:
+        target = command.split()[1]
+        assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
+    source = (ROOT / "scripts" / f"{script[1]}.py").read_text()
+    defined = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', source)) | {"config"}
+    assert set(re.findall(r"--(\w+)", command)) <= defined
 
 
 def source_files():

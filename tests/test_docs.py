@@ -111,7 +111,7 @@ def test_a_command_of_the_readme_names_flags_that_there_are(command):
     script = re.search(r"scripts/(\w+)\.py", command)
     if script is None:
         target = command.split()[1]
-        assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
     source = (ROOT / "scripts" / f"{script[1]}.py").read_text()
     defined = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', source)) | {"config"}

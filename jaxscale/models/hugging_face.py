@@ -7,7 +7,7 @@ its table, `hugging_face_names`, which begins with what all have (`decoder_names
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,26 +30,6 @@ class Tensor:
     path: str
     part: tuple[int | slice, ...] = ()
     is_transposed: bool = False
-
-
-def load(
-    tensors: Sequence[Tensor],
-    *,
-    read: Callable[[str], np.ndarray],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Our parameters by path, float32, one at a time; padding is zero.
-
-    read: gives a tensor by name. shapes: of all our parameters, by path. Raises ValueError for a
-    tensor of another shape than the table's, and for a parameter that the table does not have.
-    """
-    for path, parts in _by_path(tensors):
-        ours = np.zeros(shapes[path], np.float32)
-        for tensor in parts:
-            ours[tensor.part] = as_ours(tensor, read(tensor.name), shape=shapes[path])
-        yield path, ours
-    if missing := shapes.keys() - {tensor.path for tensor in tensors}:
-        raise ValueError(f"no tensor of Hugging Face is {', '.join(sorted(missing))}")
 
 
 def as_ours(tensor: Tensor, values: np.ndarray, *, shape: tuple[int, ...]) -> np.ndarray:

@@ -169,7 +169,9 @@ def write_text(folder: Path, config: Config) -> None:
     if data.tokenizer == "bytes":
         _write_byte_tokenizer(tokenizer)
     else:
-        shutil.copy(data.tokenizer, tokenizer / "tokenizer.json")
+        file = Path(data.tokenizer).expanduser()
+        file = file / "tokenizer.json" if file.is_dir() else file
+        shutil.copy(file, tokenizer / "tokenizer.json")
 
 
 def _tokenizer_of(text: Path) -> Path:

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,11 @@ import pytest
 from flax import nnx
 
 from jaxscale.config import Dtype
-from jaxscale.models import gemma, hugging_face, llama
+from jaxscale.models import gemma, llama
 from jaxscale.models.decoder import forward
 from jaxscale.ops.documents import documents_of
 from jaxscale.ops.execution import Execution
+from jaxscale.step.pretrained import read_params
 
 HERE = Path(__file__).parent
 GOLDEN = sorted(path.stem for path in (HERE / "golden").glob("*.json"))
@@ -36,11 +39,14 @@ def path_of(path):
 def load(config, tensors, weights):
     """The model with these weights."""
     graphdef, abstract = nnx.split(jax.eval_shape(lambda: config.build(nnx.Rngs(0))))
-    shapes = {path_of(p): x.shape for p, x in jax.tree_util.tree_leaves_with_path(abstract)}
-    params = dict(hugging_face.load(tensors, read=weights.__getitem__, shapes=shapes))
-    filled = jax.tree_util.tree_map_with_path(
-        lambda p, _: jnp.asarray(params[path_of(p)]), abstract
-    )
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {
+        path_of(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
+    }
+    folder: Any = SimpleNamespace(path="golden", tensors=lambda: tensors, read=weights.__getitem__)
+    params = read_params(wanted, folder)
+    filled = jax.tree_util.tree_map_with_path(lambda path, _: params[path_of(path)], abstract)
     return nnx.merge(graphdef, filled)
 
 

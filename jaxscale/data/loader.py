@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 class Corpus:
     """The documents of a run, split in two.
 
-    eval: None with config.data.eval_fraction=0. tokenizer: None for a store of tokens, unless
+    source: which files it is of, and as what they are read; a line. eval: None with
+    config.data.eval_fraction=0. tokenizer: None for a store of tokens, unless
     config.data.tokenizer names a tokenizer.json. description: what makes the store this store, for
     a checkpoint to keep; plain JSON values.
     """
@@ -41,11 +42,13 @@ class Corpus:
         self,
         dataset: IndexedDataset,
         *,
+        source: str,
         tokenizer: Tokenizer | None,
         train: TokenRows,
         eval: TokenRows | None,
     ):
-        self.dataset, self.tokenizer, self.train, self.eval = dataset, tokenizer, train, eval
+        self.dataset, self.source, self.tokenizer = dataset, source, tokenizer
+        self.train, self.eval = train, eval
         self.description: dict[str, Any] = {
             "num_documents": len(dataset.document_offsets) - 1,
             "num_tokens": int(dataset.document_offsets[-1]),
@@ -101,7 +104,6 @@ def open_dataset(data_config: DataConfig, *, seed: int, seq_len: int, vocab_size
     for a row of seq_len tokens in either split, or that does not fit vocab_size.
     """
     format, files = find_files(data_config.path, data_config.format)
-    log.info(describe_files(data_config.path, files, format=format))
     tokenizer = None
     if format != "indexed" or data_config.tokenizer != "bytes":
         tokenizer = open_tokenizer(data_config.tokenizer)
@@ -136,7 +138,8 @@ def open_dataset(data_config: DataConfig, *, seed: int, seq_len: int, vocab_size
         held_out = rows("eval", seed=EVAL_SEED, shuffle=True)
     if data_config.max_documents_per_row == 0:
         _bound_documents([train] if held_out is None else [train, held_out])
-    return Corpus(dataset, tokenizer=tokenizer, train=train, eval=held_out)
+    source = describe_files(data_config.path, files, format=format)
+    return Corpus(dataset, source=source, tokenizer=tokenizer, train=train, eval=held_out)
 
 
 def _bound_documents(splits: list[TokenRows]) -> None:

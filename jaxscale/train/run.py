@@ -65,6 +65,7 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
         if leads:
             stack.enter_context(only_run(workdir))
         log.info(distributed.describe())
+        log.info(corpus.source)
         checkpoints = stack.enter_context(Checkpointer(workdir / "checkpoints", **keep))
         latest = _check_latest(config, workdir, checkpoints=checkpoints, corpus=corpus)
         pretrained = open_pretrained(config) if latest is None else None

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxscale import models
 from jaxscale.config import Dtype, Remat
-from jaxscale.models import gemma, llama
+from jaxscale.models import families, gemma, llama
 from jaxscale.models.decoder import forward
 from jaxscale.ops.documents import documents_of
 from jaxscale.ops.execution import Execution
@@ -69,8 +69,14 @@ def build(config, scale=8.0):
 
 FAMILIES = {module.name for module in pkgutil.iter_modules(models.__path__)} - {
     "decoder",
+    "families",
     "hugging_face",
+    "model_folder",
 }
+
+
+def test_every_family_is_found_by_what_hugging_face_calls_it():
+    assert {module.__name__.rpartition(".")[2] for module in families.FAMILIES} == FAMILIES
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))

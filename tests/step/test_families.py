@@ -1,12 +1,10 @@
 """Every family trains on a mesh as on one device: packed rows, microbatches and all."""
 
-import pkgutil
 from typing import Any
 
 import pytest
 
-from jaxscale import models
-from jaxscale.models import gemma, llama
+from jaxscale.models import families, gemma, llama
 from tests.step.alike import assert_trains_like
 
 SIZES: dict[str, Any] = dict(
@@ -30,9 +28,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def test_every_family_is_here():
-    names = {name for _, name, _ in pkgutil.iter_modules(models.__path__)}
-    here = {type(config).__module__.rpartition(".")[2] for config in MODELS.values()}
-    assert here == names - {"decoder", "hugging_face"}
+    here = {families.of_config(config) for config in MODELS.values()}
+    assert here == set(families.FAMILIES)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -6,13 +6,12 @@ A mistake is told in a line.
 import contextlib
 import importlib.machinery
 import importlib.util
-import json
 import os
 import re
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ from jaxscale import config as run_config
 # in a line, without a traceback.
 EXIT_FAILED = 1
 EXIT_MISTAKE = 2
+# As shells have it for Ctrl-C.
+EXIT_INTERRUPTED = 130
 
 # What is defined here is in the --help of the script that asks for it.
 flags.disclaim_key_flags()
@@ -44,7 +45,9 @@ class ConfigFile(flags.ArgumentParser):
         file = Path(os.path.expanduser(name))
         if not file.is_file():
             raise ValueError("no such file; the ones that come with jaxscale are in configs/")
-        config = _from_json(file) if file.suffix == ".json" else _from_python(file, argument)
+        config = (
+            run_config.read_json(file) if file.suffix == ".json" else _from_python(file, argument)
+        )
         for word in self._words:
             if model := re.match(r"--?config\.model=(.*)", word):
                 config.model = run_config.model_from(model[1])  # its keys may follow
@@ -56,15 +59,6 @@ class ConfigFile(flags.ArgumentParser):
             if override := re.match(r"--?(?:no)?config\.([^=]*)", word):
                 run_config.check_key(config, override[1])
         return config
-
-
-def _from_json(file: Path) -> run_config.Config:
-    """The config.json of a run."""
-    try:
-        data = json.loads(file.read_text())
-    except (OSError, ValueError) as error:  # with line and column
-        raise ValueError(f"it cannot be read as JSON: {error}") from None
-    return run_config.from_json(data)
 
 
 def _from_python(file: Path, argument: list[str]) -> run_config.Config:
@@ -174,6 +168,19 @@ def folder_of(flag: str, value: Any) -> str:
     if not value or "\0" in value:
         raise ValueError(f"--{flag}={value!r} names no folder; write one, such as --{flag}=runs/x")
     return os.path.expanduser(value)
+
+
+def exit_code_of(run: Callable[[], object]) -> int:
+    """Runs a script's work; what its user or a disk did wrong is told in a line."""
+    try:
+        run()
+        return 0
+    except ValueError as error:
+        return tell(error, EXIT_MISTAKE)
+    except (OSError, RuntimeError) as error:
+        return tell(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
 
 
 def tell(error: Exception, code: int) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from jaxscale.command_line import EXIT_FAILED, EXIT_MISTAKE, parse_own_flags, read_config, tell
+from jaxscale.command_line import exit_code_of, parse_own_flags, read_config
 
 WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.")
 HF = flags.DEFINE_string("hf", None, "import: the model folder to read.")
@@ -30,19 +30,17 @@ DTYPE = flags.DEFINE_enum(
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("jaxscale").setLevel(logging.INFO)
-    try:
-        verb, *settings = argv[1:] or [""]
-        if verb == "import":
-            import_(settings)
-        elif verb == "export" and not settings:
-            export()
-        else:
-            raise ValueError(f"{' '.join(argv[1:])!r}: write import or export first; see --help")
-        return 0
-    except ValueError as error:
-        return tell(error, EXIT_MISTAKE)
-    except (OSError, RuntimeError) as error:
-        return tell(error, EXIT_FAILED)
+    return exit_code_of(lambda: run(argv[1:]))
+
+
+def run(words: list[str]) -> None:
+    verb, *settings = words or [""]
+    if verb == "import":
+        import_(settings)
+    elif verb == "export" and not settings:
+        export()
+    else:
+        raise ValueError(f"{' '.join(words)!r}: write import or export first; see --help")
 
 
 def import_(settings: list[str]) -> None:

@@ -13,15 +13,11 @@ from pathlib import Path
 
 from absl import app, flags
 
-from jaxscale.command_line import EXIT_FAILED, EXIT_MISTAKE, parse_flags, tell
+from jaxscale.command_line import exit_code_of, parse_flags
 from jaxscale.config import DataFormat
+from jaxscale.inference.opening import ModelFlags
 
-WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder, for its newest checkpoint.")
-STEP = flags.DEFINE_integer("step", None, "Of the run's checkpoints this one.")
-HF = flags.DEFINE_string("hf", None, "A model folder of Hugging Face.")
-TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "'bytes', or a tokenizer.json or its folder, if not the model's own."
-)
+MODEL = ModelFlags()
 DATA = flags.DEFINE_string("data", None, "A file, folder or glob of text, or a token store.")
 FORMAT = flags.DEFINE_enum(
     "format", "auto", [str(format) for format in DataFormat], "Of the files."
@@ -30,52 +26,33 @@ TEXT_FIELD = flags.DEFINE_string("text_field", "text", "The field that holds the
 BY = flags.DEFINE_enum("by", "file", ["file", "folder"], "What gets a line of its own.")
 LENGTH = flags.DEFINE_integer("length", 2048, "Tokens that are judged together.", lower_bound=2)
 OUTPUT = flags.DEFINE_string("output", None, "A JSON file to write the figures to.")
-DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of matrix products.")
 flags.mark_flags_as_required(["data"])
 
 
 def main(argv: list[str]) -> int:
     del argv
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
-    try:
-        records = []
-        for record in judged():
-            records.append(record)
-            print(line(record), flush=True)
-        if OUTPUT.value:
-            Path(OUTPUT.value).write_text(json.dumps(records, indent=2) + "\n")
-        return 0
-    except ValueError as error:
-        return tell(error, EXIT_MISTAKE)
-    except (OSError, RuntimeError) as error:
-        return tell(error, EXIT_FAILED)
-    except KeyboardInterrupt:
-        return 130
+    return exit_code_of(run)
 
 
-def judged():
-    """The records, one after the other."""
-    from jaxscale.config import Dtype
-    from jaxscale.data.tokenizer import open_tokenizer
-    from jaxscale.inference.engine import Engine
+def run() -> None:
     from jaxscale.inference.perplexity import judge
-    from jaxscale.inference.weights import open_weights
-    from jaxscale.xla.cache import enable_compilation_cache
-    from jaxscale.xla.environment import set_environment
 
-    set_environment()
-    weights = open_weights(workdir=WORKDIR.value, hf=HF.value, step=STEP.value)
-    tokenizer = open_tokenizer(TOKENIZER.value or weights.tokenizer)
-    enable_compilation_cache()
-    return judge(
-        Engine(weights, dtype=Dtype(DTYPE.value)),
+    engine, tokenizer = MODEL.open()
+    records = []
+    for record in judge(
+        engine,
         tokenizer,
         path=str(DATA.value),
         format=FORMAT.value,
         text_field=TEXT_FIELD.value,
         by=BY.value,
-        length=min(LENGTH.value, weights.model.max_seq_len or LENGTH.value),
-    )
+        length=min(LENGTH.value, engine.model.max_seq_len or LENGTH.value),
+    ):
+        records.append(record)
+        print(line(record), flush=True)
+    if OUTPUT.value:
+        Path(OUTPUT.value).write_text(json.dumps(records, indent=2) + "\n")
 
 
 def line(record) -> str:

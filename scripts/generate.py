@@ -17,14 +17,10 @@ import time
 
 from absl import app, flags
 
-from jaxscale.command_line import EXIT_FAILED, EXIT_MISTAKE, parse_flags, tell
+from jaxscale.command_line import exit_code_of, parse_flags
+from jaxscale.inference.opening import ModelFlags
 
-WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder, for its newest checkpoint.")
-STEP = flags.DEFINE_integer("step", None, "Of the run's checkpoints this one.")
-HF = flags.DEFINE_string("hf", None, "A model folder of Hugging Face.")
-TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "'bytes', or a tokenizer.json or its folder, if not the model's own."
-)
+MODEL = ModelFlags()
 PROMPT = flags.DEFINE_multi_string("prompt", None, "What to continue; may be repeated.")
 MAX_TOKENS = flags.DEFINE_integer("max_tokens", 200, "Tokens of each continuation, at most.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0: always the likeliest token.")
@@ -32,58 +28,34 @@ TOP_K = flags.DEFINE_integer("top_k", 0, "Draws among so many likeliest tokens; 
 TOP_P = flags.DEFINE_float("top_p", 1.0, "Draws among the fewest that hold this probability.")
 SEED = flags.DEFINE_integer("seed", 0, "The same seed and prompts give the same texts.")
 STOP = flags.DEFINE_multi_string("stop", [], "Ends a text before this; may be repeated.")
-DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of matrix products.")
 SERVE = flags.DEFINE_integer("serve", None, "A port to answer HTTP at.", lower_bound=1)
 
 
 def main(argv: list[str]) -> int:
     del argv
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
-    try:
-        return run()
-    except ValueError as error:
-        return tell(error, EXIT_MISTAKE)
-    except (OSError, RuntimeError) as error:
-        return tell(error, EXIT_FAILED)
-    except KeyboardInterrupt:
-        return 130
+    return exit_code_of(run)
 
 
-def run() -> int:
+def run() -> None:
     from jaxscale.inference.sampling import Sampling
 
     sampling = Sampling(
         temperature=TEMPERATURE.value, top_k=TOP_K.value, top_p=TOP_P.value, seed=SEED.value
     )
     sampling.validate()
-    engine, tokenizer, name = open_engine()
+    engine, tokenizer = MODEL.open()
     if SERVE.value:
         from jaxscale.inference.serve import open_server
 
-        with open_server(engine, tokenizer, name=name, port=SERVE.value) as server:
+        with open_server(engine, tokenizer, name=MODEL.name, port=SERVE.value) as server:
             print(f"answering at {server.address}/v1/completions; Ctrl-C ends it", flush=True)
             server.serve_forever()
+        return
     prompts = PROMPT.value or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ValueError("there is no prompt: write --prompt=..., or lines to standard input")
     write(engine, tokenizer, prompts=prompts, sampling=sampling)
-    return 0
-
-
-def open_engine():
-    """(engine, tokenizer, the model's name)."""
-    from jaxscale.config import Dtype
-    from jaxscale.data.tokenizer import open_tokenizer
-    from jaxscale.inference.engine import Engine
-    from jaxscale.inference.weights import open_weights
-    from jaxscale.xla.cache import enable_compilation_cache
-    from jaxscale.xla.environment import set_environment
-
-    set_environment()
-    weights = open_weights(workdir=WORKDIR.value, hf=HF.value, step=STEP.value)
-    tokenizer = open_tokenizer(TOKENIZER.value or weights.tokenizer)
-    enable_compilation_cache()
-    return Engine(weights, dtype=Dtype(DTYPE.value)), tokenizer, HF.value or WORKDIR.value
 
 
 def write(engine, tokenizer, *, prompts: list[str], sampling) -> None:

@@ -12,6 +12,7 @@ from absl import app, flags
 from jaxscale import config as run_config
 from jaxscale.command_line import (
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     EXIT_MISTAKE,
     command_to_repeat,
     define_config,
@@ -26,8 +27,6 @@ WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where config.json, metrics, checkpoints and TensorBoard files go."
 )
 flags.mark_flags_as_required(["config", "workdir"])
-
-EXIT_INTERRUPTED = 130
 
 
 def main(argv: list[str]) -> int:

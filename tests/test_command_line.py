@@ -41,20 +41,17 @@ def test_a_config_is_read_with_its_settings_as_often_as_asked():
 @pytest.mark.parametrize(
     ("script", "arguments", "told"),
     [
-        ("bench_step.py", [CONFIG, "--steps=few"], "--steps=few"),
-        ("bench_peers.py", [CONFIG, "--steps=2"], "--steps=2: 2 is not integer >= 5"),
-        ("compile_step.py", [CONFIG, "--gpus=0"], "--gpus=0"),
-        ("compile_step.py", [CONFIG, "--config.modle=1"], "did you mean config.model?"),
-        ("compile_step.py", ["--config=nowhere.py"], "nowhere.py: no such file"),
+        ("bench_step", [CONFIG, "--steps=few"], "--steps=few"),
+        ("bench_peers", [CONFIG, "--steps=2"], "--steps=2: 2 is not integer >= 5"),
+        ("compile_step", [CONFIG, "--gpus=0"], "--gpus=0"),
+        ("compile_step", [CONFIG, "--config.modle=1"], "did you mean config.model?"),
+        ("compile_step", ["--config=nowhere.py"], "nowhere.py: no such file"),
     ],
 )
-def test_a_scripts_flag_that_is_wrong_is_told_without_a_traceback(script, arguments, told):
-    command = [sys.executable, ROOT / "scripts" / script, *arguments]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert answer.returncode == 2, answer.stderr
-    assert (
-        "\nerror: " in answer.stderr and told in answer.stderr and "Traceback" not in answer.stderr
-    )
+def test_a_scripts_flag_that_is_wrong_is_told_without_a_traceback(forks, script, arguments, told):
+    answer = forks.run(script, *arguments)
+    assert answer.code == 2, answer.err
+    assert "\nerror: " in answer.err and told in answer.err and "Traceback" not in answer.err
 
 
 def test_help_shows_the_config_among_a_scripts_flags():

@@ -1,6 +1,5 @@
 """Trained weights: of a run's workdir, or of a model folder of Hugging Face."""
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ from jaxscale.checkpoint.checkpointer import Checkpointer
 from jaxscale.config import Config
 from jaxscale.models.model_folder import ModelFolder, companions_in
 from jaxscale.step.pretrained import read_params
+from jaxscale.step.relayout import Relayout, saved_lead
 from jaxscale.train.workdir import COMPANIONS
 
 
@@ -67,9 +67,15 @@ class RunWeights:
     def read(self, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         names = {path: self._name(path) for path in abstract}
         part = {names[path]: leaf for path, leaf in abstract.items()}
+        num_layers = self.model.num_layers
         with self._checkpoints() as checkpoints:
             assert self.step is not None
-            values = checkpoints.restore_part(part, step=self.step)
+            saved = saved_lead(checkpoints.metadata(self.step), self.config)
+            relayout = Relayout(saved, (num_layers,), num_layers=num_layers)
+            values = checkpoints.restore_part(
+                lambda leaves, _: relayout.as_saved(part, leaves), step=self.step
+            )
+        values = relayout.as_wanted(values, part)
         return {path: values[name] for path, name in names.items()}
 
     def _name(self, path: str) -> str:
@@ -85,11 +91,8 @@ def read_run_config(workdir: Path) -> Config:
     """The config.json of a run. Raises ValueError."""
     path = workdir / "config.json"
     try:
-        saved: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = run_config.read_json(path)
+    except ValueError as error:
         raise ValueError(f"--workdir={str(workdir)!r} holds no run: {path}: {error}") from None
-    if not isinstance(saved, dict):
-        raise ValueError(f"--workdir={str(workdir)!r} holds no run: {path} is no JSON object")
-    config = run_config.from_json(saved)
     run_config.validate(config)
     return config

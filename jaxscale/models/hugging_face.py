@@ -32,8 +32,8 @@ class Tensor:
     is_transposed: bool = False
 
 
-def as_ours(tensor: Tensor, values: np.ndarray, *, shape: tuple[int, ...]) -> np.ndarray:
-    """The tensor's values, a view of them if possible, as its part of our array of this shape.
+def as_ours(tensor: Tensor, values: np.ndarray) -> np.ndarray:
+    """A view of the tensor's values with the axes in our order.
 
     Raises ValueError for values of another shape than the table's.
     """
@@ -41,8 +41,7 @@ def as_ours(tensor: Tensor, values: np.ndarray, *, shape: tuple[int, ...]) -> np
         raise ValueError(
             f"{tensor.name} has shape {values.shape}; the config makes it {tensor.shape}"
         )
-    part = np.broadcast_to(np.zeros((), np.bool_), shape)[tensor.part].shape
-    return (values.T if tensor.is_transposed else values).reshape(part)
+    return values.T if tensor.is_transposed else values
 
 
 def export(

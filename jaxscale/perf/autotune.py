@@ -14,9 +14,8 @@ import jax
 
 from jaxscale.compile import fit
 from jaxscale.config import Config
-from jaxscale.data.loader import open_dataset
 from jaxscale.files import write_atomically
-from jaxscale.step.plan import plan_of_run
+from jaxscale.step.plan import corpus_of_run, plan_of_run
 from jaxscale.step.update import update
 from jaxscale.xla import targets
 
@@ -89,10 +88,5 @@ def _timed_anew(config: Config) -> str:
 
 def _compile(config: Config) -> None:
     """The update, as `train` makes it."""
-    corpus = open_dataset(
-        config.data,
-        seed=config.seed,
-        seq_len=config.seq_len,
-        vocab_size=config.model.vocab_size,
-    )
+    corpus = corpus_of_run(config)
     fit.compile_update(update, plan_of_run(config, corpus=corpus))

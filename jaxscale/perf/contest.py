@@ -23,13 +23,13 @@ from jaxscale.command_line import read_config
 from jaxscale.compile import fit
 from jaxscale.config import Config, ProfileConfig, Remat
 from jaxscale.data.batch import Batch
-from jaxscale.data.loader import Corpus, open_dataset
+from jaxscale.data.loader import Corpus
 from jaxscale.perf.processes import FailedError
 from jaxscale.perf.provenance import provenance
 from jaxscale.perf.records import RATE, Record
 from jaxscale.perf.variants import Variant, config_of
 from jaxscale.step.feed import device_batches
-from jaxscale.step.plan import Plan, plan_of_run
+from jaxscale.step.plan import Plan, corpus_of_run, plan_of_run
 from jaxscale.step.state import init_state
 from jaxscale.step.update import update
 from jaxscale.train.profile import Profile
@@ -88,7 +88,7 @@ def hold(
     """
     _check_profiled(variants, options)
     config = read_config(words)
-    corpus = _open_corpus(config)
+    corpus = corpus_of_run(config)
     enable_compilation_cache()
     common = Common(words, config, corpus, devices or jax.devices())
     left_out = LeftOut()
@@ -106,15 +106,6 @@ def _check_profiled(variants: list[Variant], options: Options) -> None:
 
 
 # The run as `train` makes it: its data, plan and compiled update.
-
-
-def _open_corpus(config: Config) -> Corpus:
-    return open_dataset(
-        config.data,
-        seed=config.seed,
-        seq_len=config.seq_len,
-        vocab_size=config.model.vocab_size,
-    )
 
 
 def _plan_of(config: Config, common: Common) -> Plan:

@@ -5,8 +5,7 @@ from pathlib import Path
 from jaxscale import sharding as shd
 from jaxscale.checkpoint.checkpointer import Checkpointer
 from jaxscale.config import Config
-from jaxscale.data.loader import open_dataset
-from jaxscale.step.plan import plan_of_run
+from jaxscale.step.plan import corpus_of_run, plan_of_run
 from jaxscale.step.pretrained import open_pretrained, with_pretrained
 from jaxscale.step.state import init_state, to_flat
 from jaxscale.train.run import metadata_of
@@ -19,12 +18,7 @@ def import_model(config: Config, workdir: Path) -> None:
     Raises ValueError if the workdir holds a checkpoint, and for what a run would refuse.
     """
     check_workdir(workdir, config)
-    corpus = open_dataset(
-        config.data,
-        seed=config.seed,
-        seq_len=config.seq_len,
-        vocab_size=config.model.vocab_size,
-    )
+    corpus = corpus_of_run(config)
     with only_run(workdir), Checkpointer(workdir / "checkpoints", keep_last=1) as checkpoints:
         if (step := checkpoints.latest_step()) is not None:
             raise ValueError(f"--workdir={workdir} holds step {step}; choose another")
@@ -32,8 +26,8 @@ def import_model(config: Config, workdir: Path) -> None:
         assert folder is not None, "config.init_from names one"
         plan = plan_of_run(config, corpus=corpus)
         with shd.use(plan.mesh, plan.rules):
-            state = with_pretrained(init_state(plan), folder)
+            state = with_pretrained(init_state(plan), folder, plan=plan)
             write_config(workdir, config, saved_step=None)
             keep_companions(workdir, folder.companions())
-            checkpoints.save(0, to_flat(state), metadata=metadata_of(config, corpus))
+            checkpoints.save(0, to_flat(state), metadata=metadata_of(config, corpus, plan=plan))
             checkpoints.wait()

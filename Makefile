@@ -9,21 +9,24 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
-.PHONY: help train test lint types venv clean
+.PHONY: help train test test-layouts lint types venv clean
 
 BIN := $(VENV)/bin
 CODE := $(sort $(dir $(wildcard jaxscale/*.py configs/*.py scripts/*.py tests/*.py)))
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 15
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 15
 	@echo "  PYTHON=python3.12 make test picks an interpreter; EXTRAS=data,test,cuda12 adds CUDA; ARGS='...' is passed on"
 
 train: venv  ## train a tiny model on this machine, into runs/tiny
 	$(BIN)/python scripts/train.py --config configs/tiny.py --workdir runs/tiny $(ARGS)
 
-# Two processes, each with whole files, whose tests share compiled functions: 7 minutes instead of 11 on 2 cores.
+# Two processes, each with whole files, whose tests share compiled functions, in the order of tests/conftest.py.
 test: venv  ## run the tests on 8 virtual CPU devices
-	$(BIN)/pytest --numprocesses=2 --dist=loadfile $(ARGS)
+	$(BIN)/pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
+
+test-layouts: venv  ## every schedule of a pipeline on every mesh: half an hour, for the night
+	$(BIN)/pytest --numprocesses=2 -m nightly tests/parallel $(ARGS)
 
 lint: venv  ## ruff: rules and formatting
 	$(BIN)/ruff check $(CODE) kernels

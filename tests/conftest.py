@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks
+
 assert "jax" not in sys.modules, (
     "a pytest plugin imported jax before tests/conftest.py could set it up"
 )
@@ -26,6 +28,13 @@ XLA_FLAGS = (
     # sharding and collectives stay the same.
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    # And the elder of the CPU back end's two ways to write that code, which does without MLIR: a
+    # step of two layers on fsdp=8 takes 1.8 s of a core to compile instead of 5.8 (jax 0.10.2), or
+    # 1.9 instead of 4.1 (0.11.2). A jaxlib that has lost it ignores it.
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    # Without fused multiply-add, which takes what a fusion happens to put side by side: the same
+    # sum then rounds one way on one device and another on eight (1e-5 of a gradient in bfloat16).
+    "--xla_cpu_max_isa=AVX",
 )
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -43,11 +52,55 @@ os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 
+# Files that take over 20 s, longest first. Begun first, they leave no worker alone with a long file
+# at the end.
+LONGEST = (
+    "tests/step/test_layouts.py",
+    "tests/parallel/",
+    "tests/train/test_run.py",
+    "tests/compile/test_ahead.py",
+    "tests/step/",
+    "tests/models/test_regions.py",
+    "tests/compile/test_fit.py",
+    "tests/test_bad_input.py",
+    "tests/models/test_protocol.py",
+    "tests/inference/",
+    "tests/models/",
+    "tests/train/",
+    "tests/checkpoint/",
+    "tests/perf/test_whole_run.py",
+    "tests/perf/test_contest.py",
+    "tests/test_config.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    def rank(item):
+        names = (number for number, name in enumerate(LONGEST) if item.nodeid.startswith(name))
+        return next(names, len(LONGEST))
+
+    items.sort(key=rank)
+
+
 def pytest_report_header():
     import jax
 
     devices = jax.devices()
     return f"jax {jax.__version__}, {len(devices)} {devices[0].platform} devices"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once():
+    from tests.compiled_once import compiled_once
+
+    with compiled_once():
+        yield
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    with Forks(tmp_path_factory.mktemp("forks")) as forks:
+        yield forks
 
 
 @pytest.fixture
@@ -131,10 +184,11 @@ def run_two_processes():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        flags = os.environ.get("XLA_FLAGS", "")  # the last of two equal ones counts
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(Path(__file__).parents[1]),
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=2",
         }
         code = ONE_OF_TWO + textwrap.dedent(script)
         processes = [
@@ -148,7 +202,7 @@ def run_two_processes():
             for index in range(2)
         ]
         try:
-            outputs = [process.communicate(timeout=100)[0] for process in processes]
+            outputs = [process.communicate(timeout=600)[0] for process in processes]
         finally:
             for process in processes:
                 process.kill()

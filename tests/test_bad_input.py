@@ -3,15 +3,12 @@
 The exit code is 2.
 """
 
-import dataclasses
 import hashlib
 import json
 import re
 import shlex
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +17,6 @@ import pytest
 from jaxscale.command_line import folder_of
 from jaxscale.data.indexed import IndexedWriter
 from jaxscale.train.workdir import only_run
-
-ROOT = Path(__file__).parents[1]
 
 CONFIG = """
 from jaxscale.config import (
@@ -53,47 +48,6 @@ def get_config(arg=""):
     )
 """
 
-# Imports once what the script imports, then runs each command line in a fork: 0.1 s instead of 3 s.
-# No thread may be alive at the fork; a JAX backend would bring some.
-SERVER = """
-import json, os, runpy, sys, traceback, warnings
-import grain, jax, orbax.checkpoint, ml_collections
-import jaxscale.train.loop
-from jax._src import xla_bridge
-from jaxscale.xla.environment import set_environment
-set_environment()  # asks about XLA_FLAGS once instead of in every child, 0.3 s
-warnings.simplefilter("ignore", RuntimeWarning)
-assert not xla_bridge.backends_are_initialized()
-for line in sys.stdin:
-    output, argv = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        for descriptor in (1, 2):
-            os.dup2(os.open(f"{output}.{descriptor}", os.O_WRONLY | os.O_CREAT), descriptor)
-        sys.argv, code = argv, 0
-        try:
-            runpy.run_path(argv[0], run_name="__main__")
-        except SystemExit as error:
-            code = error.code or 0
-        except BaseException:
-            traceback.print_exc()
-            code = 99
-        with open(f"{output}.json", "w") as file:
-            json.dump([code, xla_bridge.backends_are_initialized()], file)
-        sys.stdout.flush()
-        os._exit(0)
-    os.waitpid(child, 0)
-    print(flush=True)
-"""
-
-
-@dataclasses.dataclass
-class Answer:
-    code: int
-    touched_devices: bool
-    out: str
-    err: str
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -109,35 +63,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def command(folder):
+def command(forks, folder):
     """`command("--config.steps=abc", workdir="new") -> Answer` of scripts/train.py."""
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        cwd=folder,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    outputs = iter(folder / f"output{number}" for number in range(1000))
 
     def command(*arguments, config="config.py", workdir="runs/new"):
-        output = next(outputs)
-        argv = [
-            str(ROOT / "scripts" / "train.py"),
-            f"--config={config}",
-            f"--workdir={workdir}",
-            *arguments,
-        ]
-        assert server.stdin is not None and server.stdout is not None
-        server.stdin.write(json.dumps([str(output), argv]) + "\n")
-        server.stdin.flush()
-        assert server.stdout.readline(), "the server of the command lines has died"
-        texts = [Path(f"{output}.{descriptor}").read_text() for descriptor in (1, 2)]
-        return Answer(*json.loads(Path(f"{output}.json").read_text()), *texts)
+        words = (f"--config={config}", f"--workdir={workdir}", *arguments)
+        return forks.run("train", *words, folder=folder)
 
-    with server:  # closes its pipes and waits: without a line to read it ends
-        yield command
-    assert server.returncode == 0
+    return command
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +155,11 @@ BEFORE_DEVICES = {
     "--config.data.threads=100000": ("config.data.threads=100000", "1000 or less"),
     "--config.data.text_field=\udcff": ("config.data.text_field='\\udcff'", "UTF-8"),
     "--config.mesh.data=-1": ("config.mesh.data and config.mesh.fsdp are both -1", "only one"),
-    "--config.mesh.context=2": ("config.mesh.context=2", "set config.mesh.context=1"),
+    "--config.mesh.expert=2": ("config.mesh.expert=2", "set config.mesh.expert=1"),
+    "--config.mesh.context=2 --config.context.exchange=ring --config.model.window=4": (
+        "config.model.window=4",
+        "set config.context.exchange='all_to_all'",
+    ),
     "--config.mesh.zero=4": ("config.mesh.zero=4", "set it to 1 or more and to 3 or less"),
     "--config.xla_options=gemm=1": (
         "config.xla_options='gemm=1'",
@@ -291,6 +228,11 @@ ON_DEVICES = {
     "--config.batch_size=8 --config.grad_accumulation=2": (
         "config.batch_size=8",
         "set config.batch_size to a multiple of 16",
+    ),
+    "--config.mesh.context=8 --config.context.exchange=all_to_all": (
+        "config.model.num_heads=4",
+        "context=8",
+        "set config.mesh.context to a divisor of 4, or config.context.exchange='all_gather'",
     ),
     "--config.mesh.tensor=4 --config.seq_len=30": (
         "config.seq_len=30",
@@ -373,10 +315,9 @@ def test_the_config_json_of_a_run_is_a_config_file(command, trained, folder):
 
 
 def test_an_empty_workdir_is_refused(command, folder):
-    before = sorted(path.name for path in folder.iterdir() if not path.name.startswith("output"))
+    before = sorted(folder.iterdir())
     assert_mistake(command(workdir=""), "--workdir=''", "such as --workdir=runs/x")
-    now = sorted(path.name for path in folder.iterdir() if not path.name.startswith("output"))
-    assert now == before
+    assert sorted(folder.iterdir()) == before
 
 
 def test_a_folder_below_the_home_folder_may_be_written_with_a_tilde(command, folder):

@@ -145,7 +145,7 @@ def test_a_process_that_nobody_joins_says_who_is_missing_and_ends_with_2(mine, t
     }
     code = "from jaxscale import distributed; distributed.initialize()"
     answer = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600
     )
     assert answer.returncode == 2, answer.stderr
     assert f"\nerror: {told}" in answer.stderr and "after 1 s; start every" in answer.stderr

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.config import Dtype
+from jaxscale.inference import score
 from jaxscale.inference.engine import CHUNK, Engine
 from jaxscale.inference.sampling import Sampling
 from jaxscale.inference.score import Passage, scores, windows
@@ -54,23 +55,31 @@ class Drawn:
         return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
-def likeliest(model, text, num_tokens):
-    """The likeliest tokens after a text, from the whole text each time."""
+def whole_logits(model):
+    """`logits(text)`: float32 [text length, vocabulary], from the whole text; compiled once."""
     execution = Execution(dtype=Dtype.FLOAT32)
 
     @jax.jit
-    def logits(tokens, length):
+    def padded_logits(tokens, length):
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         documents = documents_of((positions < length).astype(jnp.int32), positions, max_documents=1)
         x, head, cap, *_ = forward(model, tokens, documents=documents, execution=execution)
-        out = (x[0, length - 1] @ head)[: model.c.vocab_size]
+        out = (x[0] @ head)[:, : model.c.vocab_size]
         return out if cap is None else cap * jnp.tanh(out / cap)
 
+    def logits(text):
+        tokens = np.zeros((1, 64), np.int32)
+        tokens[0, : len(text)] = text
+        return np.asarray(padded_logits(tokens, len(text)))[: len(text)]
+
+    return logits
+
+
+def likeliest(logits, text, num_tokens):
+    """The likeliest tokens after a text, from the whole text each time."""
     text, made = list(text), []
     for _ in range(num_tokens):
-        padded = np.zeros((1, 64), np.int32)
-        padded[0, : len(text)] = text
-        made.append(int(np.argmax(logits(padded, len(text)))))
+        made.append(int(np.argmax(logits(text)[-1])))
         text.append(made[-1])
     return made
 
@@ -85,9 +94,9 @@ def test_kept_keys_and_values_give_the_tokens_that_the_whole_text_gives(name):
     engine = Engine(weights, dtype=Dtype.FLOAT32, devices=jax.devices()[:2])
     made = joined(engine.continued(PROMPTS, sampling=GREEDY, max_tokens=num_tokens))
     assert [len(row) for row in made] == [num_tokens] * len(PROMPTS)
-    model = weights.whole_model()
+    logits = whole_logits(weights.whole_model())
     for prompt, row in zip(PROMPTS, made, strict=True):
-        assert row == likeliest(model, prompt, num_tokens)
+        assert row == likeliest(logits, prompt, num_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -135,36 +144,37 @@ def test_a_prompt_that_cannot_be_continued_is_refused(engine, prompts, max_token
 # How likely text is.
 
 
-def loss_of(model, text):
+@pytest.fixture
+def short_rows(monkeypatch):
+    """128 tokens: attention over the product's 2048 takes seconds."""
+    monkeypatch.setattr(score, "ROW_TOKENS", 128)
+
+
+def loss_of(logits, text):
     """-log p of each token but the first, from the whole model."""
-    tokens = jnp.asarray(text, jnp.int32)[None]
-    positions = jnp.arange(len(text), dtype=jnp.int32)[None]
-    documents = documents_of(jnp.ones_like(tokens), positions, max_documents=1)
-    execution = Execution(dtype=Dtype.FLOAT32)
-    x, head, cap, *_ = forward(model, tokens, documents=documents, execution=execution)
-    logits = (x[0] @ head)[:, : model.c.vocab_size]
-    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
-    log_p = jax.nn.log_softmax(logits, axis=-1)
-    return -np.asarray(log_p[jnp.arange(len(text) - 1), tokens[0, 1:]])
+    log_p = np.asarray(jax.nn.log_softmax(logits(text), axis=-1))
+    return -log_p[np.arange(len(text) - 1), text[1:]]
 
 
+@pytest.mark.usefixtures("short_rows")
 def test_the_score_of_packed_passages_is_that_of_each_alone(gemma, engine):
-    rng, model = np.random.default_rng(0), gemma.whole_model()
+    rng, logits = np.random.default_rng(0), whole_logits(gemma.whole_model())
     texts = [rng.integers(0, 100, length) for length in (5, 40, 2, 17)]
     passages = [Passage(text.astype(np.int32), first=1 + n % 2) for n, text in enumerate(texts)]
-    for passage, score in zip(passages, scores(engine, passages), strict=True):
-        expected = loss_of(model, passage.tokens)[passage.first - 1 :]
-        np.testing.assert_allclose(score.loss, expected.sum(), rtol=1e-5)
-        assert score.num_tokens == len(expected)
+    for passage, given in zip(passages, scores(engine, passages), strict=True):
+        expected = loss_of(logits, passage.tokens)[passage.first - 1 :]
+        np.testing.assert_allclose(given.loss, expected.sum(), rtol=1e-5)
+        assert given.num_tokens == len(expected)
 
 
+@pytest.mark.usefixtures("short_rows")
 def test_what_is_likeliest_is_said_so(engine):
     (prompt,) = PROMPTS[:1]
     (made,) = joined(engine.continued([prompt], sampling=GREEDY, max_tokens=5))
     text = np.array([*prompt, *made], np.int32)
     other = np.where(np.arange(len(text)) == len(text) - 1, (text + 1) % 100, text)
     passages = [Passage(x.astype(np.int32), first=len(prompt)) for x in (text, other)]
-    assert [score.is_likeliest for score in scores(engine, passages)] == [True, False]
+    assert [given.is_likeliest for given in scores(engine, passages)] == [True, False]
 
 
 @pytest.mark.parametrize("length", [4, 7, 64])

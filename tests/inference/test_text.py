@@ -157,7 +157,7 @@ def server():
 def post(server, value, *, path="/v1/completions"):
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
     request = urllib.request.Request(server.address + path, data=data)
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=600) as answer:
         return answer.read().decode()
 
 
@@ -181,7 +181,7 @@ def test_a_stream_comes_piece_by_piece(server):
 
 
 def test_the_model_is_listed(server):
-    with urllib.request.urlopen(server.address + "/v1/models", timeout=30) as answer:
+    with urllib.request.urlopen(server.address + "/v1/models", timeout=600) as answer:
         assert json.load(answer)["data"][0]["id"] == "echo"
 
 

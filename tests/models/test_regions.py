@@ -1,5 +1,6 @@
 """A model inside a region that is manual over some axes, and with its sequence split."""
 
+import functools
 from typing import Any
 
 import jax
@@ -21,8 +22,10 @@ from jaxscale.ops.loss import cross_entropy
 SIZES: dict[str, Any] = dict(
     vocab_size=250, model_dim=16, num_layers=4, num_heads=8, num_kv_heads=4, mlp_dim=32
 )
-LLAMA = llama.Config(**SIZES, qk_norm=True, qkv_bias=True)
-GEMMA = gemma.Config(**SIZES, head_size=4, window=5, global_every=3)
+CONFIGS: dict[str, llama.Config | gemma.Config] = {
+    "llama": llama.Config(**SIZES, qk_norm=True, qkv_bias=True),
+    "gemma": gemma.Config(**SIZES, head_size=4, window=5, global_every=3),
+}
 EXECUTION = Execution(
     dtype=Dtype.FLOAT32, reduce_dtype=Dtype.FLOAT32, remat=Remat.GEMMS, max_documents=4
 )
@@ -75,6 +78,19 @@ def loss_of(params, batch, *, graphdef, run=forward):
     return loss / np.float32(50)
 
 
+@pytest.fixture(scope="module")
+def built(batch):
+    """`built("llama")`: graphdef, parameters, and (loss, gradients) on one device."""
+
+    @functools.cache
+    def built(name):
+        graphdef, params = nnx.split(CONFIGS[name].build(nnx.Rngs(0)))
+        alone = jax.jit(jax.value_and_grad(lambda p, b: loss_of(p, b, graphdef=graphdef)))
+        return graphdef, params, alone(params, batch)
+
+    return built
+
+
 def assert_equal(mine, theirs):
     (loss, gradients), (expected, expected_gradients) = mine, theirs
     np.testing.assert_allclose(loss, expected, rtol=LOSS_RTOL)
@@ -93,16 +109,15 @@ def assert_equal(mine, theirs):
 @pytest.mark.parametrize(
     "sizes", [dict(fsdp=2, context=4), dict(data=2, context=2, tensor=2), dict(context=4, tensor=2)]
 )
-@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma"])
+@pytest.mark.parametrize("name", CONFIGS)
 @both_axis_types
 def test_with_the_sequence_split_loss_and_gradients_are_those_of_one_device(
-    batch, config, sizes, axis_types
+    batch, built, name, sizes, axis_types
 ):
     """Heads are exchanged for sequence around attention; the loss sums over all axes of tokens."""
-    graphdef, params = nnx.split(config.build(nnx.Rngs(0)))
-    alone = jax.value_and_grad(lambda p: loss_of(p, batch, graphdef=graphdef))(params)
+    graphdef, params, alone = built(name)
     rules = CONTEXT
-    if config.num_kv_heads % (sizes["context"] * sizes.get("tensor", 1)):
+    if CONFIGS[name].num_kv_heads % (sizes["context"] * sizes.get("tensor", 1)):
         rules = CONTEXT.replace(attn_kv_heads=None)
     with shd.use(shd.make_mesh(sizes, axis_types=axis_types), rules):
         placed = jax.device_put(params, shd.shardings(params))
@@ -113,10 +128,9 @@ def test_with_the_sequence_split_loss_and_gradients_are_those_of_one_device(
 
 @pytest.mark.parametrize("sizes", [dict(fsdp=4), dict(data=2, fsdp=2), dict(fsdp=2, tensor=2)])
 @both_axis_types
-def test_inside_a_region_that_is_manual_over_stages_they_are_too(batch, sizes, axis_types):
+def test_inside_a_region_that_is_manual_over_stages_they_are_too(batch, built, sizes, axis_types):
     """Each of two stages has half of the layers; the first passes its result on by a permute."""
-    graphdef, params = nnx.split(LLAMA.build(nnx.Rngs(0)))
-    alone = jax.value_and_grad(lambda p: loss_of(p, batch, graphdef=graphdef))(params)
+    graphdef, params, alone = built("llama")
     mesh = shd.make_mesh(stage=2, **sizes, axis_types=axis_types)
 
     def staged(model, tokens, *, documents, execution):

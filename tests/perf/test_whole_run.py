@@ -188,9 +188,9 @@ def test_a_run_that_takes_too_long_ends_with_all_that_it_started(
     bench_step, replace_train, tmp_path, capfd
 ):
     replace_train(LEAVES_ONE_BEHIND)
-    assert bench_step.run("--config", "x.py", "--timeout=3") == 1
+    assert bench_step.run("--config", "x.py", "--timeout=6") == 1
     errors = capfd.readouterr().err
-    assert "took over 3 s and was stopped" in errors and "| a last word" in errors
+    assert "took over 6 s and was stopped" in errors and "| a last word" in errors
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 

@@ -10,11 +10,13 @@ import dataclasses
 import difflib
 import enum
 import importlib
+import json
 import math
 import re
 import struct
 import sys
 import typing
+from pathlib import Path
 from typing import Any
 
 # StrEnum, tuples and mutable dataclasses, because ml_collections 1.1 cannot override fields of
@@ -102,6 +104,31 @@ class Attention(enum.StrEnum):
     XLA = "xla"
 
 
+class PipelineSchedule(enum.StrEnum):
+    """In which order the stages of a pipeline work; `parallel/schedules.py` has the tables.
+
+    AUTO: the one with the smallest bubble (`parallel/choice.py`).
+    """
+
+    AUTO = "auto"
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "one_f_one_b"
+    INTERLEAVED = "interleaved"
+    ZB_H1 = "zb_h1"
+
+
+class Exchange(enum.StrEnum):
+    """What attention's devices send each other where `mesh.context` splits the sequence.
+
+    `ops/context.py` has the last two, docs/parallelism.md what each costs.
+    """
+
+    AUTO = "auto"
+    ALL_TO_ALL = "all_to_all"
+    ALL_GATHER = "all_gather"
+    RING = "ring"
+
+
 class DataFormat(enum.StrEnum):
     AUTO = "auto"
     INDEXED = "indexed"
@@ -130,7 +157,8 @@ class MeshConfig:
     context: int = number(least=1, also=THE_REST, default=1)
     tensor: int = number(least=1, also=THE_REST, default=1)
     axis_types: AxisTypes = AxisTypes.EXPLICIT
-    # What the fsdp axis splits: 1 the optimiser state, 2 also the gradients, 3 also the weights.
+    # What the fsdp axis splits, and the context axis with it: 1 the optimiser state, 2 also the
+    # gradients, 3 also the weights.
     zero: int = number(least=1, most=3, default=3)
     # With ZeRO-3: each layer's gathered weights are freed after its forward pass and gathered again
     # in the backward pass. False keeps them, all layers' weights in `dtype`, for a third less
@@ -166,6 +194,27 @@ class MeshConfig:
 
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class PipelineConfig:
+    """With mesh.stage > 1: how the stages take turns. The microbatches are grad_accumulation."""
+
+    schedule: PipelineSchedule = PipelineSchedule.AUTO
+    # Of the interleaved schedule: the parts of the model, not next to each other, that each stage
+    # has. More of them: a smaller bubble, and more messages.
+    chunks: int = number(least=2, most=64, default=2)
+    # Each stage does its own op in a tick, rather than all the same: fewer microbatches in flight
+    # (P instead of 2 P - 1), and a longer step.
+    lean: bool = False
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class ContextConfig:
+    # ALL_TO_ALL: heads for sequence and back. ALL_GATHER: every device's keys and values. RING: one
+    # device's after the other's, beside the attention to the one before. AUTO: what
+    # `step/layout.py:exchange_of` works out of the model's sizes and the mesh.
+    exchange: Exchange = Exchange.AUTO
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -272,6 +321,8 @@ class Config:
     # Weight of log(sum(exp(logits)))**2 in the loss (PaLM, section 5); 0: off.
     z_loss: float = number(least=0, default=0.0)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    context: ContextConfig = dataclasses.field(default_factory=ContextConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     evaluation: EvalConfig = dataclasses.field(default_factory=EvalConfig)
@@ -295,7 +346,9 @@ def validate(config: Config) -> None:
         _require(hasattr(get(config, key), method), key, value=get(config, key), fix=fix)
     _validate_options(config)
     _validate_mesh(config.mesh)
+    _validate_stages(config, config.mesh.stage)
     _validate_sizes(config)
+    _validate_context(config)
     for part in (config.model, config.optim, config.schedule):
         part.validate()
     config.schedule.build(config.steps)  # a warm-up may be longer than the run
@@ -358,17 +411,53 @@ def validate_on(config: Config, num_devices: int) -> dict[str, int]:
         f"of data * fsdp * expert = {shards}; set config.batch_size to a multiple of "
         f"{shards * config.grad_accumulation}",
     )
+    context = sizes["context"]
+    _require(
+        config.seq_len % context == 0,
+        "seq_len",
+        value=config.seq_len,
+        fix=f"it is split over config.mesh.context={context}; make it a multiple or set "
+        "config.mesh.context to a divisor",
+    )
     tensor = sizes["tensor"]
     if config.mesh.sequence_parallel and tensor > 1:
+        shown = f"config.mesh.context={context} * " * (context > 1) + f"config.mesh.tensor={tensor}"
         _require(
-            config.seq_len % tensor == 0,
+            config.seq_len % (context * tensor) == 0,
             "seq_len",
             value=config.seq_len,
-            fix=f"sequence parallelism splits it over config.mesh.tensor={tensor}; make it a "
+            fix=f"sequence parallelism splits it over {shown}; make it a "
             "multiple or set config.mesh.sequence_parallel=False",
         )
+    _validate_stages(config, sizes["stage"])
     config.model.validate_on(sizes)
     return sizes
+
+
+def _validate_stages(config: Config, num_stages: int) -> None:
+    """What a pipeline of so many stages needs."""
+    if num_stages <= 1:
+        return
+    _require(
+        config.mesh.axis_types == AxisTypes.EXPLICIT,
+        "mesh.axis_types",
+        value=config.mesh.axis_types.value,
+        fix=f"the {num_stages} stages of config.mesh.stage need 'explicit'",
+    )
+    _require(
+        config.remat != Remat.NONE,
+        "remat",
+        value=config.remat.value,
+        fix="each microbatch in flight would keep the weights of its layers; set it to 'gemms', or "
+        "set config.mesh.stage=1",
+    )
+    _require(
+        config.grad_accumulation >= num_stages,
+        "grad_accumulation",
+        value=config.grad_accumulation,
+        fix=f"these are the microbatches that the {num_stages} stages of config.mesh.stage work on "
+        f"at the same time; set it to {num_stages} or more, and config.batch_size to a multiple",
+    )
 
 
 def _validate_mesh(mesh: MeshConfig) -> None:
@@ -378,10 +467,28 @@ def _validate_mesh(mesh: MeshConfig) -> None:
             f"config.mesh.{wild[0]} and config.mesh.{wild[1]} are both -1; only one axis can take "
             "the rest"
         )
-    for axis in ("stage", "expert", "context"):
+    for axis in ("expert",):
         fix = f"this release has no code for it yet; set config.mesh.{axis}=1"
         size = getattr(mesh, axis)
         _require(size == 1, f"mesh.{axis}", value=size, fix=fix)
+
+
+# Settings of a model that attention has for whole rows alone: cuDNN has no window beside the
+# diagonal, and no cap.
+OF_WHOLE_ROWS = ("window", "score_cap")
+
+
+def _validate_context(config: Config) -> None:
+    exchange = config.context.exchange
+    if config.mesh.context == 1 or exchange in (Exchange.AUTO, Exchange.ALL_TO_ALL):
+        return
+    for key in OF_WHOLE_ROWS:
+        value = getattr(config.model, key, None)
+        fix = (
+            f"it needs whole rows, and config.context.exchange={exchange.value!r} splits them; set "
+            "config.context.exchange='all_to_all'"
+        )
+        _require(value is None, f"model.{key}", value=value, fix=fix)
 
 
 def check_fields(node, path: str = "config") -> None:
@@ -567,6 +674,15 @@ def from_json(data: Any, cls: type = Config, *, path: str = "config"):
         raise ValueError(f"{path}: {error}") from None
     check_fields(node, path)
     return node
+
+
+def read_json(file: Path) -> Config:
+    """The config.json of a run. Raises ValueError."""
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError) as error:  # with line and column
+        raise ValueError(f"it cannot be read as JSON: {error}") from None
+    return from_json(data)
 
 
 def _value_from_json(value, hint, *, key: str):

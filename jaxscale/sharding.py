@@ -146,16 +146,16 @@ def use(mesh: Mesh, rules: Rules) -> Iterator[None]:
         yield
 
 
-def mesh_axes(axes: str) -> tuple[str, ...]:
+def mesh_axes(axes: str, *, with_manual: bool = False) -> tuple[str, ...]:
     """The mesh axes that split these logical axes ("batch", or "batch seq"), without manual ones.
 
     () outside `use`. For collectives: ask before entering the `shard_map` that needs them, as all
-    of its axes are manual inside.
+    of its axes are manual inside. with_manual: also those that were manual before.
     """
     if _current_rules.value is None:
         return ()
     found = [axis for name in _names(axes) for axis in _rules().mesh_axes(name)]
-    return _minus(found, _manual_axes())
+    return tuple(found) if with_manual else _minus(found, _manual_axes())
 
 
 def _rules() -> Rules:
@@ -405,7 +405,7 @@ def gather(
     tree,
     *,
     dtype=None,
-    over: Sequence[str] = ("fsdp",),
+    over: Sequence[str] | None = None,
     axes: str | None = None,
     summed_over: Sequence[str] = (),
 ):
@@ -415,12 +415,15 @@ def gather(
     the weights are used, inside the checkpointed body of a layer scan, so that one layer is whole
     at a time. On an Auto mesh, arrays without metadata need `axes`.
 
+    over: unless given `fsdp`, and what else splits `embed`.
+
     summed_over: the mesh axes that split the tokens which the array meets. Named, a gradient stays
     each device's own sum until it is reduce-scattered along `over`, and the shares alone are summed
     over the rest (HSDP); else XLA sums whole gradients over all devices inside a scan. Such an
     array may be read by products (`einsum`) alone. No effect on Auto axes, nor
     where others are manual.
     """
+    over = _gathered_axes() if over is None else over
 
     def gather_leaf(path, leaf, *, box):
         if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -446,6 +449,12 @@ def gather(
         return jax.sharding.reshard(leaf, _like(leaf, whole))
 
     return _map_boxes(gather_leaf, tree)
+
+
+def _gathered_axes() -> tuple[str, ...]:
+    rules = _current_rules.value
+    split = rules.mesh_axes("embed") if rules and "embed" in dict(rules.axes) else ()
+    return ("fsdp", *_minus(split, ("fsdp",)))
 
 
 def shard_map(function: Callable, *, in_axes: Sequence[str], out_axes, check_vma: bool = True):

@@ -4,6 +4,9 @@ An attention kernel's file offers
   `attention(q, k, v, *, documents, scale, window=None, cap=None)`;
   `reference`, the same in plain jnp;
   `supported(q, k, *, platform, compute_capability, cap)`: None, or why it cannot run these shapes;
+  `partial_forward(q, k, v, *, parts, causal, scale)`, the same over some of the keys: output and
+    log-sum-exp; `partial_backward(q, k, v, *, ..., out_BSNH, lse_BSN, grad_BSNH)`, of the output
+    and log-sum-exp over all keys: that part of dq, dk, dv;
   `HAS_QUADRATIC_MEMORY`, and `TRACKS_VMA`: whether its primitives tell JAX over which mesh axes a
     value varies.
 """

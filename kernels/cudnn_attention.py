@@ -7,16 +7,22 @@ head count: wrong for grouped heads); the residuals carry checkpoint names, so t
 can keep them and the backward pass never repeats the forward pass; and the log-sum-exp is kept as
 [B, S, N] instead of cuDNN's [E, N, S] (64 times smaller at 64 documents a row).
 
-B rows, S sequence, N query heads, K key heads, H head size, M documents a row at most, E = B * M.
+The backward primitive takes any output and log-sum-exp, so attention to some of the keys is here
+too (`partial_forward`, `partial_backward`), whose parts are merged elsewhere.
+
+B rows, S sequence, T key sequence, N query heads, K key heads, H head size, M documents a row at
+most, E = B * M.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.kernels.xla_attention import NOTHING, places
 from jaxscale.kernels.xla_attention import reference as reference
 
 HAS_QUADRATIC_MEMORY = False
@@ -83,7 +89,7 @@ def _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, *, scale, window):
         q_BSNH,
         k_BSKH,
         v_BSKH,
-        *_documents(q_BSNH, k_BSKH, lengths_BM),
+        *_operands(q_BSNH, k_BSKH, parts=_whole(lengths_BM)),
         is_training=True,
         **_options(scale, window),
     )
@@ -109,8 +115,8 @@ def _attention_bwd(scale, window, residuals, grad_BSNH):
         q_BSNH,
         k_BSKH,
         v_BSKH,
-        *_documents(q_BSNH, k_BSKH, lengths_BM),
-        _expand(lse_BSN, lengths_BM),
+        *_operands(q_BSNH, k_BSKH, parts=_whole(lengths_BM)),
+        _expand(lse_BSN, _starts(lengths_BM)),
         out_BSNH,
         grad_BSNH,
         **_options(scale, window),
@@ -121,37 +127,104 @@ def _attention_bwd(scale, window, residuals, grad_BSNH):
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _options(scale, window):
+def partial_forward(q_BSNH, k_BTKH, v_BTKH, *, parts, causal: bool, scale: float):
+    """As that of `xla_attention`; of 2 documents or more, as jax hands no starts of one to cuDNN.
+
+    Without a causal mask a document may have any number of queries and of keys.
+    """
+    out_BSNH, stats_ENS = cudnn._dot_product_attention_fwd_p.bind(
+        q_BSNH,
+        k_BTKH,
+        v_BTKH,
+        *_operands(q_BSNH, k_BTKH, parts=parts),
+        is_training=True,
+        **_options(scale, None, causal=causal),
+    )
+    rows, documents = parts.q_lengths_BM.shape
+    document_BS, place_BS = places(parts.q_starts_BM, parts.q_lengths_BM, seq=q_BSNH.shape[1])
+    stats_BMNS = stats_ENS.reshape(rows, documents, *stats_ENS.shape[1:])
+    lse_BSN = stats_BMNS[jnp.arange(rows)[:, None], document_BS, :, place_BS]
+    lse_BSN = jnp.where((document_BS >= 0)[..., None], lse_BSN, NOTHING)
+    return _where_read(out_BSNH, document_BS), lse_BSN
+
+
+def partial_backward(
+    q_BSNH,
+    k_BTKH,
+    v_BTKH,
+    *,
+    parts,
+    causal: bool,
+    scale: float,
+    out_BSNH,
+    lse_BSN,
+    grad_BSNH,
+):
+    """As that of `xla_attention`."""
+    dq_BSNH, dk_BTKH, dv_BTKH, *_ = cudnn._dot_product_attention_bwd_p.bind(
+        q_BSNH,
+        k_BTKH,
+        v_BTKH,
+        *_operands(q_BSNH, k_BTKH, parts=parts),
+        _expand(lse_BSN, parts.q_starts_BM),
+        out_BSNH,
+        grad_BSNH,
+        **_options(scale, None, causal=causal),
+    )
+    document_BS, _ = places(parts.q_starts_BM, parts.q_lengths_BM, seq=q_BSNH.shape[1])
+    document_BT, _ = places(parts.k_starts_BM, parts.k_lengths_BM, seq=k_BTKH.shape[1])
+    dk_BTKH, dv_BTKH = (_where_read(x, document_BT) for x in (dk_BTKH, dv_BTKH))
+    return _where_read(dq_BSNH, document_BS), dk_BTKH, dv_BTKH
+
+
+def _where_read(x_BSNH, document_BS):
+    """Zeros where there is no document: cuDNN leaves those rows unwritten."""
+    return jnp.where((document_BS >= 0)[..., None, None], x_BSNH, jnp.zeros((), x_BSNH.dtype))
+
+
+def _options(scale, window, *, causal: bool = True):
+    mask = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
     return dict(
         scale=scale,
         seed=0,
         dropout_rate=0.0,
         variadic_args=(False, False),
-        mask_type=cudnn.MaskType.PADDING_CAUSAL,
+        mask_type=mask,
         layout=cudnn.AttentionLayout.BTNH.value,
         sliding_window_length=window,
     )
 
 
-def _documents(q_BSNH, k_BSKH, lengths_BM):
+class _Whole(NamedTuple):
+    """Documents whose queries and keys are the same tokens, as `partial_forward` has its parts."""
+
+    q_starts_BM: Any
+    q_lengths_BM: Any
+    k_starts_BM: Any
+    k_lengths_BM: Any
+
+
+def _whole(lengths_BM) -> _Whole:
+    starts_BM = _starts(lengths_BM)
+    return _Whole(starts_BM, lengths_BM, starts_BM, lengths_BM)
+
+
+def _operands(q_BSNH, k_BTKH, *, parts):
     """The primitive's operands after q, k, v: bias, lengths, element offsets, page tables.
 
     Unused ones are empty.
     """
     unused = jnp.zeros(0, q_BSNH.dtype)
-    starts_BM = (
-        _starts(lengths_BM)
-        + jnp.arange(lengths_BM.shape[0], dtype=jnp.int32)[:, None] * q_BSNH.shape[1]
-    )
 
-    def offsets(heads, head_size):
+    def offsets(starts_BM, x_BTKH):
         # cuDNN reads one flat list of B * M starts and an end; jax shapes it [B, M + 1].
-        rows, documents = lengths_BM.shape
-        flat = jnp.pad(starts_BM.reshape(-1), (0, rows), constant_values=rows * q_BSNH.shape[1])
+        (rows, documents), (_, seq, heads, head_size) = starts_BM.shape, x_BTKH.shape
+        flat_BM = starts_BM + jnp.arange(rows, dtype=jnp.int32)[:, None] * seq
+        flat = jnp.pad(flat_BM.reshape(-1), (0, rows), constant_values=rows * seq)
         return (flat * (heads * head_size)).reshape(rows, documents + 1)
 
-    q_offsets, kv_offsets = offsets(*q_BSNH.shape[2:]), offsets(*k_BSKH.shape[2:])
-    return unused, lengths_BM, lengths_BM, q_offsets, kv_offsets, unused, unused
+    q_offsets, kv_offsets = offsets(parts.q_starts_BM, q_BSNH), offsets(parts.k_starts_BM, k_BTKH)
+    return unused, parts.q_lengths_BM, parts.k_lengths_BM, q_offsets, kv_offsets, unused, unused
 
 
 def _starts(lengths_BM):
@@ -166,12 +239,10 @@ def _compact(stats_ENS, lengths_BM):
     return stats_BMNS[jnp.arange(rows)[:, None], document_BS, :, offset_BS]
 
 
-def _expand(lse_BSN, lengths_BM):
+def _expand(lse_BSN, starts_BM):
     """The inverse of `_compact`; places cuDNN never reads hold arbitrary values."""
-    (rows, documents), (_, seq, num_heads) = lengths_BM.shape, lse_BSN.shape
-    token_BMS = jnp.minimum(
-        _starts(lengths_BM)[..., None] + jnp.arange(seq, dtype=jnp.int32), seq - 1
-    )
+    (rows, documents), (_, seq, num_heads) = starts_BM.shape, lse_BSN.shape
+    token_BMS = jnp.minimum(starts_BM[..., None] + jnp.arange(seq, dtype=jnp.int32), seq - 1)
     stats_BMSN = lse_BSN[jnp.arange(rows)[:, None, None], token_BMS]
     return stats_BMSN.transpose(0, 1, 3, 2).reshape(rows * documents, num_heads, seq)
 

@@ -26,6 +26,7 @@ PAGES = (
     "docs/data.md",
     "docs/models.md",
     "docs/performance.md",
+    "docs/parallelism.md",
 )
 # Up to the fence that ends the block.
 BODY = r"(?:(?!^```).)*"
@@ -114,6 +115,8 @@ def test_a_command_of_the_readme_names_flags_that_there_are(command):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
     source = (ROOT / "scripts" / f"{script[1]}.py").read_text()
+    if "ModelFlags()" in source:
+        source += (ROOT / "jaxscale" / "inference" / "opening.py").read_text()
     defined = set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', source)) | {"config"}
     assert set(re.findall(r"--(\w+)", command)) <= defined
 

@@ -115,15 +115,17 @@ class Checkpointer:
         """Returns (step, state, metadata) of the newest sound step, or of `step`.
 
         None when the folder has no step. abstract_state: a pytree of jax.ShapeDtypeStruct with
-        shardings; the arrays come out in exactly these shardings and dtypes, whatever layout they
-        were saved in (floats are converted, one log line says so). Every byte is read and compared
+        shardings, or a function of a step's leaves and metadata that gives it; the arrays come out
+        in exactly these shardings and dtypes, whatever layout they were saved in (floats are
+        converted, one log line says so). Every byte is read and compared
         with its checksum first, before anything goes to a device; the processes share that work.
         A damaged step is logged and passed over; save() later renames it `.corrupt`.
         Raises CheckpointError when `step`, or every step, is damaged; ValueError when `step` does
         not exist or the leaves differ. Call on every process.
         """
         self.wait()
-        wanted = state_leaves.describe_wanted(abstract_state)
+        if not callable(abstract_state):
+            state_leaves.describe_wanted(abstract_state)  # refused with or without a step
         # The lead's list counts for all: file systems may show other processes other folders.
         steps = distributed.lead_says(sorted(self._steps.all(), reverse=True))
         if step is not None and step not in steps:
@@ -131,22 +133,24 @@ class Checkpointer:
         candidates = steps if step is None else [step]
         for candidate in candidates:
             if self._is_sound(candidate):
-                self._check_leaves(candidate, wanted)
-                state = self._load(candidate, abstract_state)
-                return candidate, state, self.metadata(candidate)
+                wanted = self._asked(abstract_state, candidate)
+                self._check_leaves(candidate, state_leaves.describe_wanted(wanted))
+                return candidate, self._load(candidate, wanted), self.metadata(candidate)
         if not candidates:
             return None
         raise self._restore_error(candidates, untried=[s for s in steps if s not in candidates])
 
-    def restore_part(self, abstract_part: dict[str, Any], *, step: int) -> dict[str, Any]:
+    def restore_part(self, abstract_part: Any, *, step: int) -> dict[str, Any]:
         """These leaves of a sound step, by path, in these shardings and dtypes; no other is read.
 
+        abstract_part: a dict of them, or a function as for `restore`.
         Raises CheckpointError when the step is damaged, ValueError when it does not exist or has
         not these leaves. Call on every process.
         """
-        wanted = state_leaves.describe_wanted(abstract_part)
         if not self._is_sound(step):
             raise self._restore_error([step], untried=[s for s in self._steps.all() if s != step])
+        abstract_part = self._asked(abstract_part, step)
+        wanted = state_leaves.describe_wanted(abstract_part)
         saved = self._leaves(step)
         part = {path: leaf for path, leaf in saved.items() if path in wanted}
         if differences := state_leaves.different_leaves(part, wanted):
@@ -342,6 +346,11 @@ class Checkpointer:
                 saved[path].dtype,
                 wanted[path].dtype,
             )
+
+    def _asked(self, abstract_state: Any, step: int) -> Any:
+        if callable(abstract_state):
+            return abstract_state(self._leaves(step), self.metadata(step))
+        return abstract_state
 
     def _leaves(self, step: int) -> state_leaves.Leaves:
         return state_leaves.from_json(self._record(step)["leaves"])

@@ -76,7 +76,7 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     yield from ({"remat": remat.value} for remat in leaner)
     if config.scan_unroll > 1:
         yield {"scan_unroll": 1}
-    if config.mesh.zero < 3 and sizes["fsdp"] > 1:
+    if config.mesh.zero < 3 and sizes["fsdp"] * sizes["context"] > 1:
         yield {"mesh.zero": 3}
     if not config.mesh.reshard_after_forward:
         yield {"mesh.reshard_after_forward": True}

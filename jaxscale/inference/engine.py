@@ -23,7 +23,7 @@ from jaxscale.ops import kept
 from jaxscale.ops.documents import Documents, documents_of
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.kept import Kept
-from jaxscale.ops.layers import LAYERS, Unstacked, layer_of, num_layers_of
+from jaxscale.ops.layers import LAYERS, Unstacked, layer_of
 from jaxscale.step import layout
 
 # Tokens made between two looks at them: each look waits for the device, and a program holds a loop.
@@ -116,8 +116,9 @@ class Engine:
                 yield chunk
                 if not left.any():
                     return
-                key_of_chunk = jax.random.fold_in(key, number)
-                made_PC, texts = self._next(texts, sampling=sampling, key=key_of_chunk)
+                made_PC, texts = self._continue(
+                    self.params, texts, key=jax.random.fold_in(key, number), sampling=sampling
+                )
                 made_PC = np.asarray(made_PC)
 
     def _check(self, prompts: Sequence[np.ndarray], *, max_tokens: int) -> None:
@@ -155,9 +156,6 @@ class Engine:
             num_tokens=num_tokens,
             sampling=sampling,
         )
-
-    def _next(self, texts: Texts, *, sampling: Sampling, key):
-        return self._continue(self.params, texts, key=key, sampling=sampling)
 
     def losses(
         self, tokens: np.ndarray, *, segments: np.ndarray, places: np.ndarray, targets: np.ndarray
@@ -253,18 +251,14 @@ class Engine:
     def _logits(self, model, x_PD):
         """float32 [P, V], of all devices alike."""
         x_P1D, head_DV, cap = model.output(x_PD[:, None])
-        head_DV = shd.gather(head_DV, dtype=x_P1D.dtype, axes="embed vocab")
-        logits_PV = shd.einsum("PD,DV->PV", x_P1D[:, 0], head_DV, out="_ vocab")
-        logits_PV = shd.constrain(logits_PV.astype(jnp.float32), "_ _")
-        logits_PV = logits_PV[:, : self.model.vocab_size]
-        return logits_PV if cap is None else cap * jnp.tanh(logits_PV / cap)
+        return decoder.logits(x_P1D[:, 0], head_DV, cap=cap, vocab_size=self.model.vocab_size)
 
 
 def _layers(model, documents: Documents | Kept):
     """(block, weights, what its stack shares) of each layer, in order."""
     for stack in model.stacks():
         shared = stack.share(documents)
-        for number in range(num_layers_of(stack.weights)):
+        for number in range(stack.num_layers):
             block = stack.blocks[number % len(stack.blocks)]
             yield block, layer_of(stack.weights, number), shared
 

@@ -91,22 +91,37 @@ class Config:
                     f"{axis}={sizes[axis]}; set config.mesh.{axis} to a divisor of "
                     f"{getattr(self, key)}"
                 )
+        fsdp, context = sizes["fsdp"], sizes["context"]
+        if self.model_dim % (fsdp * context):
+            raise ValueError(
+                f"config.model.model_dim={self.model_dim} cannot be split over fsdp={fsdp} * "
+                f"context={context}; set config.mesh.fsdp or config.mesh.context so that their "
+                f"product is a divisor of {self.model_dim}"
+            )
         if self.num_kv_heads % tensor and tensor % self.num_kv_heads:
             raise ValueError(
                 f"config.model.num_kv_heads={self.num_kv_heads} cannot be split over mesh axis "
                 f"tensor={tensor}; set config.mesh.tensor to a divisor or a multiple of "
                 f"{self.num_kv_heads}"
             )
-        if self.padded_vocab_size() % tensor:
-            raise ValueError(
-                f"config.mesh.tensor={tensor} must divide the padded vocabulary, "
-                f"{self.padded_vocab_size()}"
-            )
+        for key, parts in (("tensor", tensor), ("stage", tensor * sizes["stage"])):
+            if self.padded_vocab_size() % parts:
+                raise ValueError(
+                    f"config.mesh.{key}={sizes[key]} cannot split the padded vocabulary, "
+                    f"{self.padded_vocab_size()}, in {parts} parts; set it to a power of 2"
+                )
 
     def rules(self, sizes: dict[str, int]) -> dict[str, Any]:
-        """Key heads are split over `tensor` if it divides them, else whole on every device."""
-        kv_heads = "tensor" if self.num_kv_heads % sizes["tensor"] == 0 else None
-        return dict(kv_heads=kv_heads, attn_kv_heads=kv_heads)
+        """Key heads are split over `tensor` if it divides them, else whole on every device.
+
+        While attention has whole rows they are split over `context` too, if both divide them.
+        """
+        tensor, context = sizes["tensor"], sizes["context"]
+        kv_heads = "tensor" if self.num_kv_heads % tensor == 0 else None
+        over_both = context > 1 and self.num_kv_heads % (tensor * context) == 0
+        return dict(
+            kv_heads=kv_heads, attn_kv_heads=("tensor", "context") if over_both else kv_heads
+        )
 
     def num_params(self) -> int:
         """Of the model as described, without the vocabulary's padding."""
@@ -181,6 +196,14 @@ def forward(model, tokens_BS, *, documents: Documents, execution: Execution) -> 
             extra[_path_of(getattr(stack.weights, name), model)] = value
     x_BSD, head_DV, cap = model.output(x_BSD)
     return Output(x_BSD, head_DV, cap, aux_loss, extra)
+
+
+def logits(x_BD, head_DV, *, cap: float | None, vocab_size: int):
+    """float32 [B, V] of some hidden states of `Output`, without the vocabulary's padding."""
+    head_DV = shd.gather(head_DV, dtype=x_BD.dtype, axes="embed vocab")
+    logits_BV = shd.einsum("BD,DV->BV", x_BD, head_DV, out="batch vocab").astype(jnp.float32)
+    logits_BV = logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)
+    return shd.constrain(logits_BV, "batch _")[:, :vocab_size]
 
 
 def _path_of(variable: nnx.Variable, model) -> str:

@@ -153,15 +153,11 @@ def from_hugging_face(hf: Mapping[str, Any]) -> Config:
         rope_theta=whole["rope_theta"],
         rope_factor=whole.get("factor", 1.0),
         local_rope_theta=local_theta,
-        query_scale=_float(hf["query_pre_attn_scalar"]),
+        query_scale=hf["query_pre_attn_scalar"],
         qk_norm=family == "gemma3_text",
-        score_cap=_float(hf.get("attn_logit_softcapping")),
-        logit_cap=_float(hf.get("final_logit_softcapping")),
+        score_cap=hf.get("attn_logit_softcapping"),
+        logit_cap=hf.get("final_logit_softcapping"),
     )
-
-
-def _float(value: float | None) -> float | None:
-    return None if value is None else float(value)
 
 
 def _rope_of(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:

@@ -13,6 +13,7 @@ import jax
 from jaxscale import sharding as shd
 from jaxscale.config import Attention
 from jaxscale.kernels import cudnn_attention, xla_attention
+from jaxscale.ops import context
 from jaxscale.ops.documents import Documents
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.kept import Kept
@@ -89,8 +90,8 @@ def attention(
 
     Attention has axes of its own, `attn_seq`, `attn_heads` and `attn_kv_heads`: with a rule that
     splits `seq`, and none that splits `attn_seq`, the devices exchange sequence for heads. Heads
-    may be split over more devices than there are key heads: then each device takes the one key head
-    that its query heads share.
+    may be split over more devices than key heads are: then each device takes, of those it has, the
+    ones that its query heads share.
     """
     options: dict[str, Any] = dict(scale=scale or q_BSNH.shape[-1] ** -0.5, window=window, cap=cap)
     if isinstance(documents, Kept):
@@ -100,15 +101,25 @@ def attention(
         documents = documents.fresh
     kernel = choose(q_BSNH, k_BSKH, execution=execution, cap=cap)
     group = q_BSNH.shape[2] // k_BSKH.shape[2]
-    head_axes = shd.mesh_axes("attn_heads")
-    has_all_key_heads = shd.mesh_axes("attn_kv_heads") != head_axes
+    seq_axes = shd.mesh_axes("attn_seq")
+    exchanged: dict[str, Any] = dict(
+        kernel=kernel, exchange=execution.exchange, axis=seq_axes, scale=options["scale"]
+    )
+    assert not (seq_axes and (window or cap)), "step/layout.py refuses it"
+    kv_axes = shd.mesh_axes("attn_kv_heads")
+    # A device has the key heads of all that share its place on kv_axes.
+    shared_by = tuple(axis for axis in shd.mesh_axes("attn_heads") if axis not in kv_axes)
 
     def local(q_BSNH, k_BSKH, v_BSKH, segments_BS, positions_BS, lengths_BM):
-        if has_all_key_heads:
-            mine = jax.lax.axis_index(head_axes) * q_BSNH.shape[2] // group
+        if shared_by:
+            heads = q_BSNH.shape[2]
+            first = jax.lax.axis_index(shared_by) * heads // group
             k_BSKH, v_BSKH = (
-                jax.lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k_BSKH, v_BSKH)
+                jax.lax.dynamic_slice_in_dim(x, first, max(1, heads // group), axis=2)
+                for x in (k_BSKH, v_BSKH)
             )
+        if seq_axes:
+            return context.attention(q_BSNH, k_BSKH, v_BSKH, lengths_BM=lengths_BM, **exchanged)
         documents = Documents(segments_BS, positions_BS, lengths_BM)
         return kernel.attention(q_BSNH, k_BSKH, v_BSKH, documents=documents, **options)
 
@@ -118,7 +129,7 @@ def attention(
         local,
         in_axes=(q_axes, k_axes, k_axes, *token_axes),
         out_axes=q_axes,
-        check_vma=kernel.TRACKS_VMA,
+        check_vma=kernel.TRACKS_VMA and not seq_axes,
     )
     with jax.named_scope("attention"):
         out_BSNH = mapped(
@@ -129,4 +140,4 @@ def attention(
             documents.positions_BS,
             documents.lengths_BM,
         )
-    return shd.constrain(out_BSNH, "batch seq heads head")
+        return shd.constrain(out_BSNH, "batch seq heads head")

@@ -1,6 +1,6 @@
 """Token embedding, with the table split over any of its two axes.
 
-B rows, S sequence, V vocabulary, D model, P devices that share the table's rows.
+B rows, S sequence, V vocabulary, D model, P devices that have a part of D each.
 """
 
 import jax
@@ -16,19 +16,25 @@ def embed(tokens_BS, table_VD, *, dtype):
     activations instead (134 MB against 1 GiB for Llama-3-8B and 16,384 tokens), and its gradient is
     summed in float32 and is made in shards.
     """
-    vocab_axes, embed_axes = shd.mesh_axes("vocab"), shd.mesh_axes("embed")
-    splits_sequence = bool(vocab_axes) and shd.mesh_axes("residual_seq") == vocab_axes
+    # Stages of a pipeline share the vocabulary too, each within its own region.
+    vocab_axes = shd.mesh_axes("vocab", with_manual=True)
+    embed_axes, token_axes = shd.mesh_axes("embed"), shd.mesh_axes("seq")
+    sequence_axes = tuple(a for a in shd.mesh_axes("residual_seq") if a not in token_axes)
+    splits_sequence = bool(sequence_axes) and set(sequence_axes) <= set(vocab_axes)
 
     def local(tokens_BS, table_VD):
         if embed_axes:
-            tokens_BS = jax.lax.all_gather(tokens_BS, embed_axes, axis=0, tiled=True)
-        x_BSD = _rows(tokens_BS, table_VD, vocab_axes=vocab_axes).astype(dtype)
-        if embed_axes:
-            x_BSD = _exchange(x_BSD, embed_axes)
+            # Those of each device, whether it has other rows than this one or other parts of them.
+            tokens_PBS = jax.lax.all_gather(tokens_BS, embed_axes)
+            x_PBSD = _rows(tokens_PBS, table_VD, vocab_axes=vocab_axes).astype(dtype)
+            x_BSD = _exchange(x_PBSD, embed_axes)
+        else:
+            x_BSD = _rows(tokens_BS, table_VD, vocab_axes=vocab_axes).astype(dtype)
         # Each value comes from the one device that has it: adding the others' zeros rounds nothing.
         if splits_sequence:
-            return jax.lax.psum_scatter(x_BSD, vocab_axes, scatter_dimension=1, tiled=True)
-        return jax.lax.psum(x_BSD, vocab_axes) if vocab_axes else x_BSD
+            x_BSD = jax.lax.psum_scatter(x_BSD, sequence_axes, scatter_dimension=1, tiled=True)
+        left = tuple(a for a in vocab_axes if not splits_sequence or a not in sequence_axes)
+        return jax.lax.psum(x_BSD, left) if left else x_BSD
 
     out_axes = f"batch {'residual_seq' if splits_sequence else 'seq'} act_embed"
     mapped = shd.shard_map(local, in_axes=("batch seq", "vocab embed"), out_axes=out_axes)
@@ -36,23 +42,22 @@ def embed(tokens_BS, table_VD, *, dtype):
         return mapped(tokens_BS, table_VD)
 
 
-def _rows(tokens_BS, table_VD, *, vocab_axes):
+def _rows(tokens, table_VD, *, vocab_axes):
+    """The rows of tokens of any shape; zeros for those that this device has not."""
     first = jax.lax.axis_index(vocab_axes) * table_VD.shape[0] if vocab_axes else 0
-    local_BS = tokens_BS - first
-    inside_BS = (local_BS >= 0) & (local_BS < table_VD.shape[0])
-    x_BSD = table_VD.at[local_BS].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return jnp.where(inside_BS[..., None], x_BSD, jnp.zeros((), x_BSD.dtype))
+    local = tokens - first
+    inside = (local >= 0) & (local < table_VD.shape[0])
+    x = table_VD.at[local].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return jnp.where(inside[..., None], x, jnp.zeros((), x.dtype))
 
 
-def _exchange(x_BSD, axes):
-    """All rows' part of D to this device's rows' whole D.
+def _exchange(x_PBSD, axes):
+    """A part of D of all devices' tokens to the whole D of this device's.
 
     Exchanged along a leading dimension of its own and transposed after it. An all-to-all that
     concatenates D makes XLA lay its result out with D first, and the residual stream of every layer
     follows: norms then reduce over strided memory.
     """
-    num_devices = jax.lax.axis_size(axes)
-    rows, seq, part = x_BSD.shape
-    x_PBSD = x_BSD.reshape(num_devices, rows // num_devices, seq, part)
     x_PBSD = jax.lax.all_to_all(x_PBSD, axes, 0, 0)
-    return x_PBSD.transpose(1, 2, 0, 3).reshape(rows // num_devices, seq, num_devices * part)
+    devices, rows, seq, part = x_PBSD.shape
+    return x_PBSD.transpose(1, 2, 0, 3).reshape(rows, seq, devices * part)

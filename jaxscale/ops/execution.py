@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxscale.config import Attention, Dtype, Remat
+from jaxscale.config import Attention, Dtype, Exchange, Remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,9 @@ class Execution:
     # Layers in one iteration of the loop over layers; as many as there are: no loop.
     scan_unroll: int = 1
     attention: Attention = Attention.AUTO
+    # How attention brings together a sequence that is split; rows are dealt head-tail but for
+    # all-to-all (`ops/context.py`).
+    exchange: Exchange = Exchange.ALL_TO_ALL
     # The most documents that a row may hold.
     max_documents: int = 32
     # Of the devices it will run on, which need not be here: a step can be compiled for others.

@@ -35,7 +35,6 @@ class Kept:
 
     def keep(self, k_BSKH, v_BSKH) -> None:
         """Puts the tokens' keys and values into their slots."""
-
         put = _put_next if self.fresh is None else _put
         axes = "batch attn_seq attn_kv_heads head"
         tokens = ("batch attn_seq",) * 2

@@ -55,13 +55,14 @@ class Stack:
 
     @property
     def num_layers(self) -> int:
-        return jax.tree.leaves(self.weights)[0].shape[0]
+        leaf = jax.tree.leaves(self.weights, is_leaf=_is_unstacked)[0]
+        return len(leaf.layers) if _is_unstacked(leaf) else leaf.shape[0]
 
 
 def stack_layers(make: Callable[[jax.Array], Any], keys: jax.Array):
     """The modules `make(key)`, stacked along a first axis whose logical name is LAYERS."""
     stacked = jax.vmap(make)(keys)
-    return _map_axes(lambda axes: (LAYERS, *axes), stacked)
+    return map_axes(lambda axes: (LAYERS, *axes), stacked)
 
 
 @jax.tree_util.register_dataclass
@@ -72,22 +73,19 @@ class Unstacked:
     layers: tuple
 
 
-def num_layers_of(weights) -> int:
-    """Of a stack's weights whose leaves are `Unstacked`."""
-    return len(jax.tree.leaves(weights, is_leaf=_is_unstacked)[0].layers)
-
-
 def layer_of(weights, number: int):
     """The weights of one layer, out of a stack's whose leaves are `Unstacked`."""
     mine = jax.tree.map(lambda leaf: leaf.layers[number], weights, is_leaf=_is_unstacked)
-    return _map_axes(lambda axes: axes[1:], mine)
+    return map_axes(lambda axes: axes[1:], mine)
 
 
 def _is_unstacked(leaf) -> bool:
     return isinstance(leaf, Unstacked)
 
 
-def _map_axes(function: Callable[[tuple[str, ...]], tuple[str, ...]], module):
+def map_axes(function: Callable[[tuple[str, ...]], tuple[str, ...]], module):
+    """The module with other logical axes of its arrays."""
+
     def renamed(box):
         axes = shd.axes_of(box)
         return box if axes is None else box.replace(axes=function(axes))
@@ -118,10 +116,7 @@ def run_layers(stack: Stack, x, *, documents: Documents, execution: Execution):
     """
     shared, num_layers = stack.share(documents), stack.num_layers
     is_lean = _is_lean(execution, num_layers)
-    layers = [
-        _remat(_layer(block, execution), execution=execution, is_lean=is_lean)
-        for block in stack.blocks
-    ]
+    layers = layers_of(stack, execution, is_lean=is_lean)
     num_turns, num_left = divmod(num_layers, len(layers))
     if is_lean or (len(layers) > 1 and execution.scan_unroll >= num_layers):
         return _run_unrolled(layers, x, weights=stack.weights, shared=shared, is_lean=is_lean)
@@ -147,9 +142,20 @@ def run_layers(stack: Stack, x, *, documents: Documents, execution: Execution):
     return x, aux
 
 
+def layers_of(stack: Stack, execution: Execution, *, is_lean: bool = False) -> list[Callable]:
+    """(x, weights of one layer, shared) -> (x, aux), under the run's remat, for each kind of layer.
+
+    The weights' logical axes begin with LAYERS, which their arrays no longer have.
+    """
+    return [
+        _remat(_layer(block, execution), execution=execution, is_lean=is_lean)
+        for block in stack.blocks
+    ]
+
+
 def _layer(block: Block, execution: Execution):
     def layer(x, weights, shared):
-        weights = _map_axes(lambda axes: axes[1:], weights)
+        weights = map_axes(lambda axes: axes[1:], weights)
         weights = jax.tree.map(
             lambda leaf: _landed(leaf, execution) if isinstance(leaf, Parted) else leaf,
             weights,

@@ -67,7 +67,9 @@ _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients):
-    embed_axes, vocab_axes = shd.mesh_axes("embed"), shd.mesh_axes("vocab")
+    embed_axes = shd.mesh_axes("embed")
+    # Stages of a pipeline share the vocabulary too, each within its own region.
+    vocab_axes = shd.mesh_axes("vocab", with_manual=True)
     token_axes = shd.mesh_axes("batch seq")
 
     def varying(x, axes):

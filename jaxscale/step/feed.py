@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxscale.config import Exchange
 from jaxscale.data.batch import Batch
 from jaxscale.data.loader import batches
 from jaxscale.data.rows import TokenRows
+from jaxscale.ops.context import head_tail
 from jaxscale.step.plan import Plan
 
 # The arrays of a Batch are [microbatches, rows, seq].
@@ -36,8 +38,10 @@ def device_batches(plan: Plan, rows: TokenRows, *, start: int) -> Generator[Batc
         threads=data.threads,
     )
 
+    order = order_of(plan, shape[2])
+
     def place(rows):
-        local = np.asarray(rows).reshape(num_microbatches, len(here), -1)
+        local = np.asarray(rows).reshape(num_microbatches, len(here), -1)[:, :, order]
 
         def fetch(index: Any) -> np.ndarray:
             wanted = np.arange(num_rows)[index[1]]
@@ -48,6 +52,13 @@ def device_batches(plan: Plan, rows: TokenRows, *, start: int) -> Generator[Batc
     with contextlib.closing(loader):
         for _, batch in loader:
             yield Batch(*map(place, batch))
+
+
+def order_of(plan: Plan, seq_len: int) -> np.ndarray | slice:
+    """Which tokens of a row are where on the devices: as they come, or dealt head-tail."""
+    if plan.execution.exchange == Exchange.ALL_TO_ALL:
+        return slice(None)
+    return head_tail(seq_len, plan.mesh.shape["context"])
 
 
 def abstract_batch(plan: Plan) -> Batch:

@@ -12,9 +12,11 @@ from jax.sharding import Mesh
 
 from jaxscale import config as run_config
 from jaxscale import sharding as shd
-from jaxscale.config import Config
-from jaxscale.data.loader import Corpus
+from jaxscale.config import Config, Exchange
+from jaxscale.data.loader import Corpus, open_dataset
 from jaxscale.ops.execution import Execution
+from jaxscale.parallel import choice
+from jaxscale.parallel.choice import Pipeline
 from jaxscale.step import layout
 from jaxscale.step.state import TrainState, split_model, to_flat
 from jaxscale.xla import options
@@ -26,8 +28,9 @@ class Plan:
 
     rules: of arrays as the model reads them. state: ShapeDtypeStructs with shardings.
     update_shardings: of the parameters while they are updated; those of the optimiser's state.
-    landing: see step/layout.py. compiler_options: of the update; numerics_options: those of them
-    that change results, for every other program of the run.
+    landing: see step/layout.py. pipeline: with stages, how they work; the stacks of layers in the
+    state are then held as its placement says. compiler_options: of the update; numerics_options:
+    those of them that change results, for every other program of the run.
     """
 
     config: Config
@@ -40,14 +43,30 @@ class Plan:
     state: TrainState
     update_shardings: Any
     landing: Any
+    pipeline: Pipeline | None
     compiler_options: dict[str, Any]
     numerics_options: dict[str, Any]
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The leading dimensions of a stack's arrays in the state."""
+        return self.pipeline.placement.lead if self.pipeline else (self.config.model.num_layers,)
 
     @property
     def batch_shape(self) -> tuple[int, int, int]:
         """Microbatches, rows of each, tokens of a row."""
         num = self.config.grad_accumulation
         return num, self.config.batch_size // num, self.config.seq_len
+
+
+def corpus_of_run(config: Config) -> Corpus:
+    """Raises ValueError, before any device is touched, for data that cannot be read or used."""
+    return open_dataset(
+        config.data,
+        seed=config.seed,
+        seq_len=config.seq_len,
+        vocab_size=config.model.vocab_size,
+    )
 
 
 def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -> Plan:
@@ -65,11 +84,19 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
         data = dataclasses.replace(config.data, max_documents_per_row=bound)
         config = dataclasses.replace(config, data=data)
     mesh = shd.make_mesh(sizes, devices=devices, axis_types=str(config.mesh.axis_types))
-    split = layout.rules_of(config.mesh, model_rules=config.model.rules(sizes))
+    exchange = layout.exchange_of(config, sizes)
+    known: dict[str, Any] = dict(sizes)  # where the config may say -1
+    mesh_config = dataclasses.replace(config.mesh, **known)
+    model_rules = config.model.rules(sizes)
+    split = layout.rules_of(mesh_config, model_rules=model_rules, exchange=exchange)
     rules = split if config.mesh.zero == 3 else split.replace(embed=None)
     schedule = config.schedule.build(config.steps)
     optimizer = config.optim.build(schedule)
-    graphdef, abstract = _abstract_state(config, optimizer)
+    model = jax.eval_shape(lambda: config.model.build(nnx.Rngs(0)))
+    pipeline = None
+    if sizes["stage"] > 1:
+        pipeline = _pipeline_of(config, model, num_stages=sizes["stage"])
+    graphdef, abstract = _abstract_state(config, model, optimizer=optimizer, pipeline=pipeline)
     shardings = functools.partial(shd.shardings, mesh=mesh, rules=rules)
     split_shardings = functools.partial(shd.shardings, mesh=mesh, rules=split)
     opt_axes = config.optim.state_axes(abstract.opt_state, params=abstract.params)
@@ -86,15 +113,19 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
         config=config,
         mesh=mesh,
         rules=rules,
-        execution=execution_of(config, device),
+        execution=execution_of(config, device, exchange=exchange, num_stages=sizes["stage"]),
         graphdef=graphdef,
         schedule=schedule,
         optimizer=optimizer,
         state=jax.tree.map(_with_sharding, abstract, state_shardings),
         update_shardings=update_shardings,
         landing=layout.landing_of(
-            config.mesh, abstract.params, whole=state_shardings.params, split=update_shardings
+            mesh_config,
+            abstract.params,
+            whole=state_shardings.params,
+            split=update_shardings,
         ),
+        pipeline=pipeline,
         compiler_options=options.compiler_options(
             config, sizes, platform=device.platform, device_kind=device.device_kind
         ),
@@ -102,10 +133,25 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
     )
 
 
-def _abstract_state(config: Config, optimizer) -> tuple[Any, TrainState]:
-    model = jax.eval_shape(lambda: config.model.build(nnx.Rngs(0)))
+def _pipeline_of(config: Config, model, *, num_stages: int) -> Pipeline:
+    """Raises ValueError for a model that stages cannot share."""
+    stacks, (_, _, _, extra) = model.stacks(), split_model(model)
+    if len(stacks) > 1 or jax.tree.leaves(extra):
+        what = f"{len(stacks)} stacks of layers" if len(stacks) > 1 else "variables besides weights"
+        raise ValueError(
+            f"config.mesh.stage={num_stages}: stages share one stack of layers, and config.model "
+            f"has {what}; set config.mesh.stage=1"
+        )
+    return choice.choose(config, num_stages=num_stages, turn=len(stacks[0].blocks))
+
+
+def _abstract_state(
+    config: Config, model, *, optimizer, pipeline: Pipeline | None
+) -> tuple[Any, TrainState]:
+    hold = pipeline.placement.hold if pipeline else lambda tree: tree
     graphdef, frozen, params, extra = split_model(model, frozen=config.frozen)
     _check_frozen(config.frozen, params=params, frozen=frozen)
+    params, frozen = (jax.eval_shape(hold, tree) for tree in (params, frozen))
     opt_state = jax.eval_shape(optimizer.init, params)
     step = jax.ShapeDtypeStruct((), jnp.int32)
     return graphdef, TrainState(step, params, frozen, extra, opt_state)
@@ -129,15 +175,21 @@ def _with_sharding(leaf, sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def execution_of(config: Config, device: Any) -> Execution:
-    """The run's choices, on devices like this one."""
+def execution_of(
+    config: Config, device: Any, *, exchange: Exchange, num_stages: int = 1
+) -> Execution:
+    """The run's choices, on devices like this one.
+
+    Stages keep no gathered weights: they would, for every microbatch in flight.
+    """
     return Execution(
         dtype=config.dtype,
         reduce_dtype=config.mesh.reduce_dtype,
         remat=config.remat,
-        keep_gathered=not config.mesh.reshard_after_forward,
+        keep_gathered=not config.mesh.reshard_after_forward and num_stages == 1,
         scan_unroll=config.scan_unroll,
         attention=config.attention,
+        exchange=exchange,
         max_documents=config.data.max_documents_per_row,
         platform=device.platform,
         compute_capability=getattr(device, "compute_capability", "9.0"),

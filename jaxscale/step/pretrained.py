@@ -18,6 +18,7 @@ from jaxscale.checkpoint.leaves import different_keys
 from jaxscale.config import Config
 from jaxscale.models.hugging_face import Tensor, as_ours
 from jaxscale.models.model_folder import ModelFolder, parse
+from jaxscale.step.plan import Plan
 from jaxscale.step.state import TrainState, from_flat, to_flat
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def open_pretrained(config: Config) -> ModelFolder | None:
     return folder
 
 
-def with_pretrained(state: TrainState, folder: ModelFolder) -> TrainState:
+def with_pretrained(state: TrainState, folder: ModelFolder, *, plan: Plan) -> TrainState:
     """The state with the folder's weights for parameters, trained and frozen.
 
     Raises ValueError for a folder that lacks one, or has it in another shape.
@@ -62,17 +63,21 @@ def with_pretrained(state: TrainState, folder: ModelFolder) -> TrainState:
     abstract = {path: _abstract(leaf) for path, leaf in ours.items()}
     for leaf in ours.values():
         leaf.delete()  # the new ones take their place in memory
-    loaded = read_params(abstract, folder)
+    loaded = read_params(abstract, folder, lead=plan.lead)
     changed = {name: loaded[name.partition(".")[2]] for name in named if name.startswith(prefixes)}
     return from_flat(state, named | changed)
 
 
 def read_params(
-    abstract: Mapping[str, jax.ShapeDtypeStruct], folder: ModelFolder
+    abstract: Mapping[str, jax.ShapeDtypeStruct],
+    folder: ModelFolder,
+    *,
+    lead: tuple[int, ...] | None = None,
 ) -> dict[str, jax.Array]:
     """The folder's weights by our paths ("layers.qkv"), in these shapes, dtypes and shardings.
 
-    What no tensor covers is padding, and zero.
+    What no tensor covers is padding, and zero. lead: the leading dimensions of a stack's arrays,
+    (layers,) unless given.
     """
     tensors = folder.tensors()
     if missing := abstract.keys() - {tensor.path for tensor in tensors}:
@@ -80,8 +85,9 @@ def read_params(
     params = {path: _zeros(leaf) for path, leaf in abstract.items()}
     with jax.set_mesh(NO_MESH):
         for tensor in tensors:
-            values = as_ours(tensor, folder.read(tensor.name), shape=abstract[tensor.path].shape)
-            params[tensor.path] = _placed(params[tensor.path], tensor, values=values)
+            values = as_ours(tensor, folder.read(tensor.name))
+            part = _part_of(tensor, lead)
+            params[tensor.path] = _placed(params[tensor.path], part, values=values)
     log.info("%d tensors read from %s", len(tensors), folder.path)
     return params
 
@@ -95,9 +101,17 @@ def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.jit(zeros, out_shardings=leaf.sharding)()
 
 
-def _placed(array: jax.Array, tensor: Tensor, *, values: np.ndarray) -> jax.Array:
-    """The array with the values in the tensor's part of it; each device takes its own of them."""
-    of_part = _intervals(tensor.part, array.shape)
+def _part_of(tensor: Tensor, lead: tuple[int, ...] | None) -> tuple:
+    """Where the tensor goes; a layer's begins with its number, which counts all of `lead`."""
+    layer, *rest = tensor.part or (slice(None),)
+    if not isinstance(layer, int) or lead is None:
+        return tensor.part
+    return (*(int(i) for i in np.unravel_index(layer, lead)), *rest)
+
+
+def _placed(array: jax.Array, part: tuple, *, values: np.ndarray) -> jax.Array:
+    """The array with the values in this part of it; each device takes its own of them."""
+    of_part = _intervals(part, array.shape)
     values = values.reshape([end - start for start, end in of_part])
     shards = [
         _shard_with(shard, values, of_part=of_part, whole=array.shape)

@@ -1,10 +1,13 @@
 """What a run carries from update to update."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from jaxscale.step.relayout import Relayout, on_auto_axes
 
 
 class TrainState(NamedTuple):
@@ -37,16 +40,47 @@ def split_model(model: nnx.Module, *, frozen: tuple[str, ...] = ()) -> tuple[Any
 def init_state(plan) -> TrainState:
     """The first state, made in shards; the same values on every mesh."""
 
-    def init(key):
+    def weights(key):
         model = plan.config.model.build(nnx.Rngs(key))
         _, frozen, params, extra = split_model(model, frozen=plan.config.frozen)
+        return params, frozen, extra
+
+    def init(key):
+        params, frozen, extra = weights(key)
         opt_state = plan.optimizer.init(params)
         return TrainState(jnp.zeros((), jnp.int32), params, frozen, extra, opt_state)
 
     # Outside of `use`: the partitioner splits the generation of the values by what the outputs
     # ask for.
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.state)
-    return jax.jit(init, out_shardings=shardings)(jax.random.key(plan.config.seed))
+    key, shardings = jax.random.key(plan.config.seed), jax.tree.map(_sharding_of, plan.state)
+    if plan.pipeline is None:
+        return jax.jit(init, out_shardings=shardings)(key)
+    params, frozen, extra = _laid_out(weights, key, plan=plan)
+    opt_state = jax.jit(plan.optimizer.init, out_shardings=shardings.opt_state)(params)
+    step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
+    return TrainState(step, params, frozen, extra, opt_state)
+
+
+def _laid_out(weights: Callable, key, *, plan):
+    """What `weights(key)` gives, as the stages of the plan hold it.
+
+    Made in the model's own order, and then moved: made where it is held, XLA would generate every
+    stage's values on each, and they would differ in the last bit.
+    """
+    held = plan.state.params, plan.state.frozen, plan.state.extra
+    wanted, num_layers = to_flat(held), plan.config.model.num_layers
+    relayout = Relayout((num_layers,), plan.lead, num_layers=num_layers)
+    asked = relayout.as_saved(wanted, to_flat(jax.eval_shape(weights, key)))
+    shardings = {name: on_auto_axes(leaf.sharding) for name, leaf in asked.items()}
+    made = jax.jit(lambda key: to_flat(weights(key)), out_shardings=shardings)(key)
+    moved = relayout.as_wanted(made, wanted)
+    return from_flat(
+        held, {name: jax.device_put(value, wanted[name].sharding) for name, value in moved.items()}
+    )
+
+
+def _sharding_of(leaf):
+    return leaf.sharding
 
 
 def to_flat(state) -> dict[str, Any]:
@@ -54,7 +88,7 @@ def to_flat(state) -> dict[str, Any]:
     return {_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
-def from_flat(like: TrainState, flat: dict[str, Any]) -> TrainState:
+def from_flat(like, flat: dict[str, Any]):
     """The inverse of `to_flat`."""
     return jax.tree_util.tree_map_with_path(lambda path, _: flat[_leaf_name(path)], like)
 

@@ -13,9 +13,8 @@ from flax import nnx
 from jaxscale import sharding as shd
 from jaxscale.data.batch import Batch
 from jaxscale.models.decoder import Output, forward
-from jaxscale.ops.documents import documents_of
-from jaxscale.ops.loss import cross_entropy
-from jaxscale.step import layout
+from jaxscale.step import layout, stages
+from jaxscale.step.loss import cross_entropy_of, documents_of_batch
 from jaxscale.step.plan import Plan
 from jaxscale.step.state import TrainState, replaced
 
@@ -28,6 +27,22 @@ def update(state: TrainState, batch: Batch, *, plan: Plan) -> tuple[TrainState, 
     (before clipping), learning_rate, tokens; scalars, float32 (tokens int32).
     """
     num_tokens = count_tokens(batch)
+    if plan.pipeline is None:
+        extra, loss, gradients = _loss_and_gradients(state, batch, plan=plan, num_tokens=num_tokens)
+    else:
+        extra = state.extra
+        loss, gradients = stages.loss_and_gradients(state, batch, plan=plan, num_tokens=num_tokens)
+    step = state.step
+    with jax.named_scope("optimizer"):
+        params, opt_state, grad_norm = _apply(gradients, state, plan=plan)
+        with jax.numpy_dtype_promotion("standard"):
+            learning_rate = jnp.asarray(plan.schedule(step), jnp.float32)
+    metrics = dict(loss=loss, grad_norm=grad_norm, learning_rate=learning_rate, tokens=num_tokens)
+    return TrainState(step + 1, params, state.frozen, extra, opt_state), metrics
+
+
+def _loss_and_gradients(state: TrainState, batch: Batch, *, plan: Plan, num_tokens):
+    """(extra, loss, gradients), summed over the microbatches."""
     held = layout.hold(state.params, plan)
     loss_of = functools.partial(_loss, plan=plan, state=state, num_tokens=num_tokens)
 
@@ -45,21 +60,17 @@ def update(state: TrainState, batch: Batch, *, plan: Plan) -> tuple[TrainState, 
     else:
         zeros = jnp.zeros((), jnp.float32), layout.zero_gradients(held, plan)
         (extra, sums), _ = jax.lax.scan(add, (state.extra, zeros), batch)
-    (loss, gradients), step = sums, state.step
-    with jax.named_scope("optimizer"):
-        params, opt_state, grad_norm = _apply(gradients, state, plan=plan)
-        with jax.numpy_dtype_promotion("standard"):
-            learning_rate = jnp.asarray(plan.schedule(step), jnp.float32)
-    metrics = dict(loss=loss, grad_norm=grad_norm, learning_rate=learning_rate, tokens=num_tokens)
-    return TrainState(step + 1, params, state.frozen, extra, opt_state), metrics
+    return extra, *sums
 
 
 def held_out_loss(state: TrainState, batch: Batch, *, plan: Plan):
     """(sum of -log p over the batch's tokens, float32, without z-loss; their number, int32)."""
+    if plan.pipeline is not None:
+        return stages.held_out_loss(state, batch, plan=plan), count_tokens(batch)
 
     def add(total, microbatch):
         output = _forward(state.params, state.extra, plan=plan, state=state, batch=microbatch)
-        return total + _cross_entropy(output, microbatch.targets, plan=plan, z_loss=0.0), None
+        return total + cross_entropy_of(output, microbatch.targets, plan=plan, z_loss=0.0), None
 
     return jax.lax.scan(add, jnp.zeros((), jnp.float32), batch)[0], count_tokens(batch)
 
@@ -73,32 +84,15 @@ def _loss(held, extra, *, microbatch: Batch, plan: Plan, state: TrainState, num_
     """(the microbatch's part of the loss, the new extra variables)."""
     params = layout.read(held, state.params, plan=plan)
     output = _forward(params, extra, plan=plan, state=state, batch=microbatch)
-    loss = _cross_entropy(output, microbatch.targets, plan=plan, z_loss=plan.config.z_loss)
+    loss = cross_entropy_of(output, microbatch.targets, plan=plan, z_loss=plan.config.z_loss)
     mean = loss * (1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32))
     return mean + output.aux_loss / plan.config.grad_accumulation, replaced(extra, output.extra)
 
 
 def _forward(params, extra, *, plan: Plan, state: TrainState, batch: Batch) -> Output:
     model = nnx.merge(plan.graphdef, state.frozen, params, extra)
-    documents = documents_of(
-        batch.segments, batch.positions, max_documents=plan.execution.max_documents
-    )
+    documents = documents_of_batch(batch, plan)
     return forward(model, batch.tokens, documents=documents, execution=plan.execution)
-
-
-# The scopes (`loss`, `optimizer`, `embedding`, `attention`) are how perf/anatomy.py tells the parts
-# of an update apart.
-def _cross_entropy(output: Output, targets_BS, *, plan: Plan, z_loss: float):
-    with jax.named_scope("loss"):
-        return cross_entropy(
-            output.x_BSD,
-            output.head_DV,
-            targets_BS,
-            vocab_size=plan.config.model.vocab_size,
-            dtype=plan.execution.dtype,
-            z_loss=z_loss,
-            cap=output.cap,
-        )
 
 
 def _apply(gradients, state: TrainState, *, plan: Plan):

@@ -18,11 +18,12 @@ from jaxscale.command_line import with_setting
 from jaxscale.compile.fit import CompiledUpdate, compile_to_fit
 from jaxscale.config import Config
 from jaxscale.data.batch import Batch
-from jaxscale.data.loader import Corpus, open_dataset
+from jaxscale.data.loader import Corpus
 from jaxscale.models.model_folder import ModelFolder
 from jaxscale.step.feed import device_batches
-from jaxscale.step.plan import Plan, plan_of_run
+from jaxscale.step.plan import Plan, corpus_of_run, plan_of_run
 from jaxscale.step.pretrained import open_pretrained, with_pretrained
+from jaxscale.step.relayout import LEAD, Relayout, saved_lead
 from jaxscale.step.state import TrainState, from_flat, init_state, to_flat
 from jaxscale.step.update import update
 from jaxscale.train.evaluate import make_evaluate
@@ -52,12 +53,7 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
     """
     run_config.validate(config)
     check_workdir(workdir, config)
-    corpus = open_dataset(
-        config.data,
-        seed=config.seed,
-        seq_len=config.seq_len,
-        vocab_size=config.model.vocab_size,
-    )
+    corpus = corpus_of_run(config)
     # Asking who leads touches the devices, so a process that is alone is not asked.
     leads = not jax.distributed.is_initialized() or distributed.is_lead()
     keep = dict(keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every)
@@ -140,13 +136,23 @@ class Run:
 
     def restore_or_init(self) -> tuple[TrainState, int]:
         """The newest sound state and its step, else the first."""
-        restored = self.checkpoints.restore(to_flat(self.plan.state))
+        plan, wanted = self.plan, to_flat(self.plan.state)
+
+        def relayout(metadata: dict) -> Relayout:
+            saved = saved_lead(metadata, self.config)
+            return Relayout(saved, plan.lead, num_layers=self.config.model.num_layers)
+
+        restored = self.checkpoints.restore(
+            lambda leaves, metadata: relayout(metadata).as_saved(wanted, leaves)
+        )
         if restored is None:
-            state = init_state(self.plan)
-            return with_pretrained(state, self.pretrained) if self.pretrained else state, 0
-        step, flat, _ = restored
+            state = init_state(plan)
+            if self.pretrained:
+                state = with_pretrained(state, self.pretrained, plan=plan)
+            return state, 0
+        step, flat, metadata = restored
         log.info("continuing from the checkpoint of step %d", step)
-        return from_flat(self.plan.state, flat), step
+        return from_flat(plan.state, relayout(metadata).as_wanted(flat, wanted)), step
 
     def recorder(self, first_step: int) -> Recorder:
         """The update's facts go on record with the first step."""
@@ -175,7 +181,7 @@ class Run:
         """Starts saving; nothing with config.checkpoint.enabled=False."""
         if not self.config.checkpoint.enabled:
             return
-        metadata = metadata_of(self.config, self.corpus)
+        metadata = metadata_of(self.config, self.corpus, plan=self.plan)
         self.checkpoints.save(step, to_flat(state), metadata=metadata)
         record.saved_step = step
 
@@ -240,7 +246,7 @@ class Run:
         log.info(text)
 
 
-def metadata_of(config: Config, corpus: Corpus) -> dict[str, Any]:
+def metadata_of(config: Config, corpus: Corpus, *, plan: Plan) -> dict[str, Any]:
     """What a checkpoint says beside its arrays.
 
     The position in the data is the step itself: batch n is a function of (seed, n).
@@ -249,6 +255,7 @@ def metadata_of(config: Config, corpus: Corpus) -> dict[str, Any]:
         "config": run_config.to_json(config),
         "data": corpus.description,
         "jax": jax.__version__,
+        LEAD: plan.lead,
     }
 
 
@@ -256,11 +263,16 @@ def describe(plan: Plan, corpus: Corpus) -> str:
     """The run in a few lines: model, data, mesh, memory of the state."""
     config, data = plan.config, corpus.description
     axes = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items() if size > 1)
-    zero = f", ZeRO-{config.mesh.zero}" if plan.mesh.shape["fsdp"] > 1 else ""
+    splits_state = plan.mesh.shape["fsdp"] * plan.mesh.shape["context"] > 1
+    zero = f", ZeRO-{config.mesh.zero}" if splits_state else ""
+    is_split = plan.mesh.shape["context"] > 1
+    exchange = f", context by {plan.execution.exchange}" if is_split else ""
     table = shd.explain(plan.state.params, mesh=plan.mesh, rules=plan.rules)
+    if plan.pipeline is not None:
+        table = f"pipeline: {plan.pipeline.reason}\n{table}"
     return (
         f"model: {config.model.num_params() / 1e6:,.1f} M parameters; "
         f"data: {data['num_tokens']:,} tokens in {data['num_documents']:,} documents; "
-        f"mesh: {axes or 'one device'} ({config.mesh.axis_types}{zero}); "
+        f"mesh: {axes or 'one device'} ({config.mesh.axis_types}{zero}{exchange}); "
         f"{config.steps:,} steps of {config.batch_size} x {config.seq_len} tokens\n{table}"
     )

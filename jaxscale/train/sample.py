@@ -12,9 +12,11 @@ import numpy as np
 from flax import nnx
 
 from jaxscale import sharding as shd
-from jaxscale.models.decoder import forward
+from jaxscale.models.decoder import forward, logits
 from jaxscale.ops.documents import documents_of
+from jaxscale.step.feed import order_of
 from jaxscale.step.plan import Plan
+from jaxscale.step.stages import without_stages
 from jaxscale.step.state import TrainState
 
 # The window's length is rounded up to this: few lengths to compile.
@@ -25,7 +27,10 @@ def sample_text(plan: Plan, state: TrainState, *, tokenizer) -> str:
     """The prompt of config.sample and what follows it."""
     wanted = plan.config.sample
     prompt = np.asarray(tokenizer.encode(wanted.prompt), np.int32)
-    ids = sample(plan, state, prompt=prompt, num_tokens=wanted.tokens)
+    if plan.pipeline is not None:
+        state, plan = without_stages(state, plan)
+    with shd.use(plan.mesh, plan.rules):
+        ids = sample(plan, state, prompt=prompt, num_tokens=wanted.tokens)
     return wanted.prompt + tokenizer.decode([int(i) for i in ids if i < tokenizer.vocab_size])
 
 
@@ -36,15 +41,17 @@ def sample(plan: Plan, state: TrainState, *, prompt: np.ndarray, num_tokens: int
     compiled loop. Prompt and tokens fit in config.seq_len: a prompt that leaves no room is cut at
     its start, and fewer tokens are made after a long one.
     """
-    # Sequence parallelism splits the window.
-    multiple = math.lcm(WINDOW_MULTIPLE, plan.mesh.shape["tensor"])
+    # Context and sequence parallelism split the window, the former into two chunks a device.
+    split = plan.mesh.shape["tensor"] * plan.mesh.shape["context"]
+    multiple = math.lcm(WINDOW_MULTIPLE, 2 * split)
     wanted = math.ceil((len(prompt) + num_tokens) / multiple) * multiple
     window = min(wanted, plan.config.seq_len)
     prompt = np.asarray(prompt, np.int32)[-(window - 1) :]
     num_tokens = min(num_tokens, window - len(prompt))
     # Every row is the same: the mesh's batch axes each need one.
     num_rows = math.prod(plan.mesh.shape[axis] for axis in shd.mesh_axes("batch"))
-    rows = np.tile(np.pad(prompt, (0, window - len(prompt))), (num_rows, 1))
+    row = np.pad(prompt, (0, window - len(prompt)))[order_of(plan, window)]
+    rows = np.tile(row, (num_rows, 1))
     tokens_BS = jax.make_array_from_callback(
         rows.shape, shd.shardings(rows, "batch seq"), rows.__getitem__
     )
@@ -57,7 +64,9 @@ def sample(plan: Plan, state: TrainState, *, prompt: np.ndarray, num_tokens: int
 def _continue(state, tokens_BS, *, key, plan: Plan, prompt_length: int, num_tokens: int):
     model = nnx.merge(plan.graphdef, state.frozen, state.params, state.extra)
     temperature = plan.config.sample.temperature
-    position_S = jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)
+    window = tokens_BS.shape[1]
+    order_S = np.arange(window, dtype=np.int32)[order_of(plan, window)]
+    position_S = jnp.asarray(order_S)
     positions_BS = shd.constrain(jnp.broadcast_to(position_S, tokens_BS.shape), "batch seq")
 
     def extend(i, tokens_BS):
@@ -72,11 +81,8 @@ def _continue(state, tokens_BS, *, key, plan: Plan, prompt_length: int, num_toke
         )
         is_last_S = (position_S == i - 1).astype(x_BSD.dtype)
         last_BD = shd.einsum("BSD,S->BD", x_BSD, is_last_S, out="batch act_embed")
-        head_DV = shd.gather(head_DV, dtype=x_BSD.dtype, axes="embed vocab")
-        logits_BV = shd.einsum("BD,DV->BV", last_BD, head_DV, out="batch vocab")
-        logits_BV = logits_BV.astype(jnp.float32)
-        logits_BV = logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)
-        logits_BV = shd.constrain(logits_BV, "batch _")[:, : plan.config.model.vocab_size]
+        vocab_size = plan.config.model.vocab_size
+        logits_BV = logits(last_BD, head_DV, cap=cap, vocab_size=vocab_size)
         if temperature > 0:
             # One draw for all rows: they stay the same.
             noise_V = jax.random.gumbel(jax.random.fold_in(key, i), logits_BV.shape[1:])
@@ -86,4 +92,4 @@ def _continue(state, tokens_BS, *, key, plan: Plan, prompt_length: int, num_toke
 
     end = prompt_length + num_tokens
     tokens_BS = jax.lax.fori_loop(prompt_length, end, extend, tokens_BS)
-    return shd.constrain(tokens_BS, "_ seq")[0, prompt_length:end]
+    return shd.constrain(tokens_BS, "_ _")[0, np.argsort(order_S)[prompt_length:end]]

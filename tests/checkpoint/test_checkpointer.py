@@ -532,7 +532,8 @@ def test_after_kill_9_at_any_moment_the_last_whole_step_is_restored(tmp_path):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        # The last of two flags counts.
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
     }
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), "0", "8"],

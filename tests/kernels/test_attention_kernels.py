@@ -141,6 +141,7 @@ def test_a_kernel_file_offers_a_kernel_its_reference_and_what_it_supports(name):
     module = importlib.import_module(f"jaxscale.kernels.{name}")
     assert callable(module.reference) and callable(module.supported)
     assert callable(getattr(module, name.rsplit("_", 1)[-1]))
+    assert callable(module.partial_forward) and callable(module.partial_backward)
     assert module.__doc__ and module.supported.__doc__
     assert type(module.HAS_QUADRATIC_MEMORY) is bool and type(module.TRACKS_VMA) is bool
     for function in (module.attention, module.reference):

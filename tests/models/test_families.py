@@ -49,15 +49,20 @@ VARIANTS: dict[str, llama.Config | gemma.Config] = {
 }
 
 
+@jax.jit
+def logits_of_row(model, tokens, segments, positions):
+    documents = documents_of(segments, positions, max_documents=8)
+    x, head, cap, *_ = forward(model, tokens, documents=documents, execution=EXECUTION)
+    out = jnp.einsum("BSD,DV->BSV", x, head)[..., : model.c.vocab_size]
+    return out if cap is None else cap * jnp.tanh(out / cap)
+
+
 def logits(model, tokens, segments=None, positions=None):
     tokens = jnp.asarray(tokens, jnp.int32)
     segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    documents = documents_of(segments, jnp.asarray(positions, jnp.int32), max_documents=8)
-    x, head, cap, *_ = forward(model, tokens, documents=documents, execution=EXECUTION)
-    out = np.asarray(jnp.einsum("BSD,DV->BSV", x, head)[..., : model.c.vocab_size])
-    return out if cap is None else cap * np.tanh(out / cap)
+    return np.asarray(logits_of_row(model, tokens, segments, jnp.asarray(positions, jnp.int32)))
 
 
 def build(config, scale=8.0):

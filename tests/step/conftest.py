@@ -26,6 +26,11 @@ VOCAB_SIZE = 257  # not a multiple of any axis: the padding is part of what is t
 def small_config(**changes) -> run_config.Config:
     """8 query heads over 2 key heads, so that tensor=4 and 8 have more devices than key heads."""
     num_layers = changes.pop("num_layers", 2)
+    pipeline = run_config.PipelineConfig(
+        schedule=run_config.PipelineSchedule(changes.pop("stages_take_turns", "auto")),
+        chunks=changes.pop("chunks", 2),
+        lean=changes.pop("lean", False),
+    )
     mesh = {key: changes.pop(key) for key in list(changes) if hasattr(run_config.MeshConfig(), key)}
     config = run_config.Config(
         model=llama.Config(
@@ -44,6 +49,7 @@ def small_config(**changes) -> run_config.Config:
         seq_len=32,
         dtype=run_config.Dtype.FLOAT32,
         mesh=run_config.MeshConfig(**mesh),
+        pipeline=pipeline,
     )
     for key, value in changes.items():
         setattr(config, key, value)
@@ -97,28 +103,30 @@ def run(rows):
 
     @functools.cache
     def run(num_devices: int = 8, **changes) -> Run:
-        config = small_config(**changes)
-        plan = make_plan(config, num_devices)
-        state = init_state(plan)
-        initial = arrays(state)
-        first_moments, first_batch, metrics = {}, [], []
-        loader = device_batches(plan, rows, start=0)
-        step = jit_update(update, plan)
-        with shd.use(plan.mesh, plan.rules):
-            for i in range(config.steps):
-                batch = next(loader)
-                state, measured = step(state, batch)
-                metrics.append(measured)
-                if i == 0:
-                    first_batch = [np.asarray(x).reshape(config.batch_size, -1) for x in batch]
-                    first_moments = {name: x for name, x in arrays(state).items() if ".mu." in name}
-        loader.close()
-        losses, norms = (
-            np.array([float(m[key]) for m in metrics]) for key in ("loss", "grad_norm")
-        )
-        return Run(losses, norms, first_batch, initial, arrays(state), first_moments)
+        return train(small_config(**changes), rows, num_devices=num_devices)
 
     return run
+
+
+def train(config, rows: TokenRows, *, num_devices: int) -> Run:
+    """The config's steps, on the first devices."""
+    plan = make_plan(config, num_devices)
+    state = init_state(plan)
+    initial = arrays(state)
+    first_moments, first_batch, metrics = {}, [], []
+    loader = device_batches(plan, rows, start=0)
+    step = jit_update(update, plan)
+    with shd.use(plan.mesh, plan.rules):
+        for i in range(config.steps):
+            batch = next(loader)
+            state, measured = step(state, batch)
+            metrics.append(measured)
+            if i == 0:
+                first_batch = [np.asarray(x).reshape(config.batch_size, -1) for x in batch]
+                first_moments = {name: x for name, x in arrays(state).items() if ".mu." in name}
+    loader.close()
+    losses, norms = (np.array([float(m[key]) for m in metrics]) for key in ("loss", "grad_norm"))
+    return Run(losses, norms, first_batch, initial, arrays(state), first_moments)
 
 
 def arrays(state) -> dict[str, np.ndarray]:

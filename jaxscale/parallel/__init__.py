@@ -1,0 +1,1 @@
+"""Ways to split a model besides sharding its arrays: layers over stages of a pipeline."""

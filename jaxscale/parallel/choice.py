@@ -1,0 +1,93 @@
+"""How a run's stages work: the schedule that the config names, or the one with the least bubble."""
+
+import dataclasses
+
+from jaxscale.config import Config, PipelineSchedule
+from jaxscale.parallel.placement import Placement, placement_of
+from jaxscale.parallel.schedules import Shape, Table, timetable
+
+# Chunks that `auto` weighs. More would halve messages' time to hide in, and the bubble once more.
+CHUNKS = (2, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A schedule, and where it has the layers. reason: why this one, in a line."""
+
+    schedule: PipelineSchedule
+    placement: Placement
+    is_lean: bool
+    reason: str
+
+    def table(self, num_microbatches: int, *, is_training: bool = True) -> Table:
+        return timetable(
+            Shape(
+                self.schedule,
+                num_stages=self.placement.num_stages,
+                num_microbatches=num_microbatches,
+                num_chunks=self.placement.num_chunks,
+                is_lean=self.is_lean,
+                is_training=is_training,
+            )
+        )
+
+
+def choose(config: Config, *, num_stages: int, turn: int) -> Pipeline:
+    """turn: the kinds of layers that take turns; a chunk holds whole turns of them.
+
+    Raises ValueError for more stages, or chunks of them, than there are turns of layers.
+    """
+    layers, wanted = config.model.num_layers, config.pipeline
+    if layers < num_stages * turn:
+        raise ValueError(
+            f"config.mesh.stage={num_stages} is more than the {layers} layers of config.model have "
+            f"turns of {turn}; set it to {max(1, layers // turn)} or less"
+        )
+    if wanted.schedule != PipelineSchedule.AUTO:
+        chunks = wanted.chunks if wanted.schedule == PipelineSchedule.INTERLEAVED else 1
+        if layers < num_stages * chunks * turn:
+            raise ValueError(
+                f"config.pipeline.chunks={chunks} of {num_stages} stages are more than the "
+                f"{layers} layers of config.model have turns of {turn}; set it to "
+                f"{layers // (num_stages * turn)} or less, or "
+                "config.pipeline.schedule='one_f_one_b'"
+            )
+        chosen = _pipeline(
+            config, wanted.schedule, num_chunks=chunks, num_stages=num_stages, turn=turn
+        )
+        return dataclasses.replace(chosen, reason=_described(chosen, config))
+    kinds = [(PipelineSchedule.ONE_F_ONE_B, 1), (PipelineSchedule.ZB_H1, 1)]
+    kinds += [
+        (PipelineSchedule.INTERLEAVED, chunks)
+        for chunks in CHUNKS
+        if layers >= num_stages * chunks * turn
+    ]
+    candidates = [
+        _pipeline(config, schedule, num_chunks=chunks, num_stages=num_stages, turn=turn)
+        for schedule, chunks in (kinds[:1] if wanted.lean else kinds)
+    ]
+    best, *others = sorted(candidates, key=lambda each: _bubble(each, config))
+    shown = "; ".join(_described(each, config) for each in others)
+    reason = _described(best, config) + (f" (instead of {shown})" if shown else "")
+    return dataclasses.replace(best, reason=reason)
+
+
+def _pipeline(config: Config, schedule, *, num_chunks, num_stages, turn) -> Pipeline:
+    placement = placement_of(
+        config.model.num_layers, num_stages=num_stages, num_chunks=num_chunks, turn=turn
+    )
+    return Pipeline(schedule, placement, config.pipeline.lean, reason="")
+
+
+def _bubble(pipeline: Pipeline, config: Config) -> float:
+    """The table's, and the places without a layer."""
+    placement = pipeline.placement
+    filled = placement.num_layers / placement.num_places
+    return 1 - (1 - pipeline.table(config.grad_accumulation).bubble()) * filled
+
+
+def _described(pipeline: Pipeline, config: Config) -> str:
+    table = pipeline.table(config.grad_accumulation)
+    in_flight = table.most_in_flight() / table.shape.num_chunks
+    bubble = _bubble(pipeline, config)
+    return f"{table.shape.name}: bubble {bubble:.1%}, {in_flight:g} microbatches in flight"

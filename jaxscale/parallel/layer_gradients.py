@@ -1,0 +1,221 @@
+"""A layer's forward pass and its gradients as functions of flat residuals.
+
+`jax.vjp` hides what it keeps between the passes; a pipeline has to put that into buffers of its
+own. Weights are never among the residuals: they are there in the backward pass too.
+
+The two gradients can be had apart. The equations of the backward pass that the input's gradient
+depends on come first; the rest, most of them products, make the weights' later, out of the values
+that cross over. Cheap equations that depend on the residuals alone are repeated rather than kept.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+# Calls whose equations are taken apart.
+INLINED = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
+# Never repeated: products, kernels, collectives and loops.
+DEAR = (
+    "dot_general",
+    "shard_map",
+    "all_gather",
+    "all_to_all",
+    "psum",
+    "psum_scatter",
+    "reduce_scatter",
+    "ppermute",
+    "reshard",
+    "mesh_cast",
+    "sharding_constraint",
+    "scan",
+    "while",
+    "cond",
+)
+
+
+class LayerGradients:
+    """Of `layer(weights, x, shared) -> y`, for arguments of the types of these.
+
+    weights, shared: pytrees of arrays; all that the layer reads must be among its arguments.
+    y, residuals, crossing: the types of what the functions below give.
+    """
+
+    def __init__(self, layer: Callable, weights, *, x, shared, splits: bool):
+        """splits: whether `input_gradient` and `weight_gradient` are asked for."""
+        self._layer = layer
+        abstract = jax.tree.map(_struct, (weights, x, shared))
+        self.y, *self.residuals = jax.make_jaxpr(self._trace)(*abstract).out_avals
+        self._weights_tree = jax.tree.structure(weights)
+        self.crossing: list[Any] = []
+        if splits:
+            self._split(weights=abstract[0], shared=abstract[2])
+
+    def forward(self, weights, x, *, shared):
+        """(y, residuals)."""
+        y, kept, _ = self._vjp(weights, x, shared=shared)
+        return y, kept
+
+    def backward(self, weights, residuals, *, shared, dy):
+        """(gradient of x, gradients of the weights)."""
+        known = [*jax.tree.leaves(weights), *jax.tree.leaves(shared), *residuals]
+        leaves = [known[place] if is_known else leaf for is_known, place, leaf in self._recipe]
+        dweights, dx, _ = jax.tree.unflatten(self._vjp_tree, leaves)(dy)
+        return dx, dweights
+
+    def input_gradient(self, weights, residuals, *, shared, dy):
+        """(gradient of x, what crosses over to `weight_gradient`)."""
+        env = self._environment(weights, residuals, shared=shared) | {self._dy: dy}
+        _evaluate(self._first, env)
+        return _read(env, self._dx), [env[var] for var in self._crossing]
+
+    def weight_gradient(self, weights, residuals, *, shared, crossing):
+        """The gradients of the weights."""
+        env = self._environment(weights, residuals, shared=shared)
+        env |= dict(zip(self._crossing, crossing, strict=True))
+        _evaluate(self._rest, env)
+        gradients = [_read(env, var) for var in self._dweights]
+        return jax.tree.unflatten(self._weights_tree, gradients)
+
+    def _trace(self, weights, x, shared):
+        y, kept, (self._recipe, self._vjp_tree) = self._vjp(weights, x, shared=shared)
+        return y, kept
+
+    def _vjp(self, weights, x, *, shared):
+        """(y, residuals, how to put the pullback together again).
+
+        A leaf of the pullback that is one of the arguments is recognised as the same object.
+        """
+        y, pullback = jax.vjp(self._layer, weights, x, shared)
+        known = [*jax.tree.leaves(weights), *jax.tree.leaves(shared)]
+        place_of = {id(leaf): place for place, leaf in enumerate(known)}
+        leaves, tree = jax.tree.flatten(pullback)
+        kept: list[Any] = []
+        recipe: list[tuple[bool, int, Any]] = []
+        for leaf in leaves:
+            if id(leaf) not in place_of and isinstance(leaf, jax.Array):
+                place_of[id(leaf)] = len(known) + len(kept)
+                kept.append(leaf)
+            place = place_of.get(id(leaf))
+            recipe.append((False, 0, leaf) if place is None else (True, place, None))
+        return y, kept, (recipe, tree)
+
+    # The gradients apart.
+
+    def _split(self, *, weights, shared) -> None:
+        arguments = weights, [_struct(leaf) for leaf in self.residuals], shared, _struct(self.y)
+
+        def backward(weights, residuals, shared, dy):
+            return self.backward(weights, residuals, shared=shared, dy=dy)
+
+        jaxpr = _flat(jax.make_jaxpr(backward)(*arguments))
+        *_, self._dy = jaxpr.invars
+        self._dx, *self._dweights = jaxpr.outvars
+        self._known = jaxpr.invars[:-1]
+        # A vector's gradient is a sum over tokens: it crosses as a vector, and not as its terms.
+        vectors = [
+            var for var in self._dweights if _is_var(var) and len(_struct(var.aval).shape) < 2
+        ]
+        self._first, _ = _needed_for([self._dx, *vectors], jaxpr.eqns)
+        made_first = {var for eqn in self._first for var in eqn.outvars} | {self._dy}
+        repeated = _cheap(jaxpr.eqns, known=self._known)
+        stop = (made_first - repeated) | {*self._known}
+        self._rest, needed = _needed_for(self._dweights, jaxpr.eqns, stop=stop)
+        self._crossing = [var for var in _in_order(jaxpr) if var in needed and var in made_first]
+        self._crossing = [var for var in self._crossing if var not in repeated]
+        self.crossing = [var.aval for var in self._crossing]
+
+    def _environment(self, weights, residuals, *, shared) -> dict[Var, Any]:
+        values = [*jax.tree.leaves(weights), *residuals, *jax.tree.leaves(shared)]
+        return dict(zip(self._known, values, strict=True))
+
+
+def _struct(leaf) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
+    sharding = getattr(aval, "sharding", None)
+    if sharding is not None and sharding.mesh.empty:
+        sharding = None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+
+def _is_var(var) -> bool:
+    return not isinstance(var, Literal)
+
+
+def _in_order(jaxpr: Jaxpr) -> list[Var]:
+    return [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
+
+
+def _needed_for(
+    outputs: Iterable, eqns: list[JaxprEqn], *, stop=frozenset()
+) -> tuple[list[JaxprEqn], set[Var]]:
+    """The equations that make these values out of those in `stop`, and all values they read."""
+    needed = {var for var in outputs if _is_var(var)}
+    found = []
+    for eqn in reversed(eqns):
+        if any(var in needed and var not in stop for var in eqn.outvars):
+            found.append(eqn)
+            needed |= {var for var in eqn.invars if _is_var(var)}
+    return found[::-1], needed
+
+
+def _cheap(eqns: list[JaxprEqn], *, known: list[Var]) -> set[Var]:
+    """What the known values give without a product or a collective."""
+    cheap = set(known)
+    for eqn in eqns:
+        inputs = [var for var in eqn.invars if _is_var(var)]
+        if eqn.primitive.name not in DEAR and all(var in cheap for var in inputs):
+            cheap |= set(eqn.outvars)
+    return cheap - set(known)
+
+
+def _flat(closed: ClosedJaxpr) -> Jaxpr:
+    """The equations with calls taken apart, without constants."""
+
+    def evaluate(*args):
+        env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        env |= dict(zip(closed.jaxpr.invars, args, strict=True))
+        _evaluate(closed.jaxpr.eqns, env, inlines=True)
+        return [_read(env, var) for var in closed.jaxpr.outvars]
+
+    flat = jax.make_jaxpr(evaluate)(*(_struct(var.aval) for var in closed.jaxpr.invars))
+    assert not flat.consts, "a constant of the layer: pass it in `shared`"
+    return flat.jaxpr
+
+
+def _read(env: dict[Var, Any], var):
+    return env[var] if _is_var(var) else var.val
+
+
+def _evaluate(eqns: list[JaxprEqn], env: dict[Var, Any], *, inlines: bool = False) -> None:
+    """Adds to `env` what the equations make."""
+    for eqn in eqns:
+        values = [_read(env, var) for var in eqn.invars]
+        if inlines and eqn.primitive.name in INLINED:
+            results = _call(eqn, values)
+        else:
+            with eqn.ctx.manager:
+                parameters = eqn.primitive.get_bind_params(eqn.params)
+                results = eqn.primitive.bind(*values, **parameters)
+            results = results if eqn.primitive.multiple_results else [results]
+        env.update(zip(eqn.outvars, results, strict=True))
+
+
+def _call(eqn: JaxprEqn, values: list) -> list:
+    inner: Any = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+    jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env |= dict(zip(jaxpr.invars, values, strict=True))
+    _evaluate(jaxpr.eqns, env, inlines=True)
+    return [_read(env, var) for var in jaxpr.outvars]

@@ -1,0 +1,184 @@
+"""An update's loss and gradients where the stages of a pipeline share the layers.
+
+The model's own code runs on each stage, manual over `stage` alone.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxscale import sharding as shd
+from jaxscale.data.batch import Batch
+from jaxscale.ops.layers import layers_of, map_axes
+from jaxscale.parallel import pipeline
+from jaxscale.parallel.layer_store import STAGE
+from jaxscale.parallel.schedules import Table
+from jaxscale.step import layout
+from jaxscale.step.loss import cross_entropy_of, documents_of_batch
+from jaxscale.step.plan import Plan, plan_of_run
+from jaxscale.step.relayout import Relayout
+from jaxscale.step.state import TrainState, from_flat, to_flat
+
+
+def loss_and_gradients(state: TrainState, batch: Batch, *, plan: Plan, num_tokens):
+    """(loss, gradients like the parameters), over all microbatches of the batch."""
+    assert plan.pipeline is not None
+    table = plan.pipeline.table(batch.tokens.shape[0])
+
+    def on_stage(params, frozen, batch, scale):
+        split = _Split(params, frozen, plan=plan)
+        parts = split.parts(lambda loss: loss * scale, z_loss=plan.config.z_loss)
+        loss, weights, outer = split.run(parts, batch, table=table)
+        return loss, split.gradients(weights, outer)
+
+    scale = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
+    specs = _specs(plan.state.params)
+    mapped = _on_stages(on_stage, plan, more=(P(), P()), out_specs=(P(), specs))
+    loss, gradients = mapped(state.params, state.frozen, batch, scale)
+    return loss, layout.land(gradients, plan)
+
+
+def held_out_loss(state: TrainState, batch: Batch, *, plan: Plan):
+    """The sum of -log p over the batch's tokens, float32, without z-loss."""
+    assert plan.pipeline is not None
+    table = plan.pipeline.table(batch.tokens.shape[0], is_training=False)
+
+    def on_stage(params, frozen, batch):
+        split = _Split(params, frozen, plan=plan)
+        return split.run(split.parts(lambda loss: loss, z_loss=0.0), batch, table=table)[0]
+
+    return _on_stages(on_stage, plan, more=(P(),), out_specs=P())(state.params, state.frozen, batch)
+
+
+def _on_stages(function: Callable, plan: Plan, *, more: tuple, out_specs):
+    in_specs = _specs(plan.state.params), _specs(plan.state.frozen), *more
+    # check_vma: jax has none around the shard_maps of kernels (0.10.2 and 0.11.2).
+    return jax.shard_map(
+        function, axis_names={STAGE}, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def _specs(tree):
+    """Of each array, what `stage` splits."""
+
+    def spec(leaf) -> P:
+        entries = leaf.sharding.spec.partitions
+        return P(*(STAGE if STAGE in jax.tree.leaves((entry,)) else None for entry in entries))
+
+    return jax.tree.map(spec, tree)
+
+
+def without_stages(state: TrainState, plan: Plan) -> tuple[TrainState, Plan]:
+    """The parameters of a run, and the run, on a mesh that has shards in the place of stages.
+
+    For what goes through the model forwards and not often. The state has no optimiser's.
+    """
+    sizes = dict(plan.mesh.shape)
+    num_shards = sizes["fsdp"] * sizes["stage"]
+    axis = "data" if plan.config.model.model_dim % num_shards else "fsdp"
+    sizes |= {"stage": 1, axis: sizes[axis] * sizes["stage"]}
+    rows = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    config = dataclasses.replace(
+        plan.config,
+        mesh=dataclasses.replace(plan.config.mesh, **sizes),
+        batch_size=rows,
+        grad_accumulation=1,
+    )
+    there = plan_of_run(config, devices=list(plan.mesh.devices.flat))
+    relayout = Relayout(plan.lead, there.lead, num_layers=config.model.num_layers)
+    wanted = to_flat(there.state._replace(opt_state=()))
+    values = relayout.as_wanted(to_flat(state._replace(opt_state=())), wanted)
+    values = {name: jax.device_put(value, wanted[name].sharding) for name, value in values.items()}
+    return from_flat(there.state._replace(opt_state=()), values), there
+
+
+class _Split:
+    """A stage's parameters, as those of its layers and the others."""
+
+    def __init__(self, params, frozen, *, plan: Plan):
+        assert plan.pipeline is not None
+        self._plan, self._frozen = plan, frozen
+        self._placement = plan.pipeline.placement
+        self._params, self._tree = jax.tree.flatten(params)
+        (self._stack,) = self._model(self._params).stacks()
+        stacked = {id(leaf) for leaf in jax.tree.leaves(self._stack.weights)}
+        self._outer = [i for i, leaf in enumerate(self._params) if id(leaf) not in stacked]
+
+    def _model(self, params: list):
+        params = jax.tree.unflatten(self._tree, params)
+        return nnx.merge(self._plan.graphdef, self._frozen, params)
+
+    def _model_with(self, outer: list):
+        params = [*self._params]
+        for number, leaf in zip(self._outer, outer, strict=True):
+            params[number] = leaf
+        return self._model(params)
+
+    def parts(self, finish: Callable, *, z_loss: float) -> pipeline.Parts:
+        """What the pipeline asks of the model; finish: of a microbatch's summed loss."""
+        plan, stack = self._plan, self._stack
+
+        def embed(outer, microbatch):
+            return self._model_with(outer).embed(microbatch.tokens, plan.execution)
+
+        def share(microbatch):
+            return stack.share(documents_of_batch(microbatch, plan))
+
+        def head(outer, x, microbatch):
+            output = self._model_with(outer).output(x)
+            return finish(cross_entropy_of(output, microbatch.targets, plan=plan, z_loss=z_loss))
+
+        layers = tuple(map(_without_aux, layers_of(stack, plan.execution)))
+        return pipeline.Parts(embed, share, layers, head)
+
+    def run(self, parts: pipeline.Parts, batch: Batch, *, table: Table):
+        """(loss, gradients of the layers' weights, gradients of the others)."""
+        weights = self._stack.weights
+        if self._placement.num_chunks > 1:
+            weights = map_axes(lambda axes: axes[1:], weights)
+        else:
+            weights = jax.tree.map(lambda leaf: leaf[None], weights)
+        execution = self._plan.execution
+        if execution.gradient_dtype == jnp.dtype(execution.dtype):
+            weights = jax.tree.map(self._cast, weights, is_leaf=_is_variable)
+        return pipeline.run(
+            parts,
+            batch,
+            weights=weights,
+            outer=[self._params[number] for number in self._outer],
+            table=table,
+            placement=self._placement,
+            is_unrolled=execution.scan_unroll >= self._placement.num_layers,
+        )
+
+    def _cast(self, box):
+        """What products read (it has the model dimension) is cast once, not in every op."""
+        if "embed" not in (shd.axes_of(box) or ()):
+            return box
+        return jax.tree.map(lambda leaf: leaf.astype(self._plan.execution.dtype), box)
+
+    def gradients(self, weights, outer: list):
+        """Like the parameters. What is held fixed gets none."""
+        if self._placement.num_chunks == 1:
+            weights = jax.tree.map(lambda leaf: leaf[0], weights)
+        ours = jax.tree.leaves(self._stack.weights)
+        found = {id(leaf): g for leaf, g in zip(ours, jax.tree.leaves(weights), strict=True)}
+        found |= {id(self._params[i]): g for i, g in zip(self._outer, outer, strict=True)}
+        return jax.tree.unflatten(self._tree, [found[id(leaf)] for leaf in self._params])
+
+
+def _is_variable(box) -> bool:
+    return isinstance(box, nnx.Variable)
+
+
+def _without_aux(layer: Callable) -> Callable:
+    def run(weights, x, shared):
+        x, aux = layer(x, weights, shared)
+        assert not jax.tree.leaves(aux), "layers with losses of their own have no stages yet"
+        return x
+
+    return run

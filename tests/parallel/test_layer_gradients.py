@@ -1,0 +1,83 @@
+"""A layer's gradients out of flat residuals are those of jax.vjp, together and apart."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale.parallel.layer_gradients import LayerGradients
+
+POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "products": jax.checkpoint_policies.dots_saveable,
+    "none": None,
+}
+
+
+def layer(weights, x, shared):
+    up, down, scale = weights["up"], weights["down"], weights["scale"]
+    h = jnp.tanh((x * scale) @ up) * shared[:, None]
+    return x + jax.nn.silu(h) @ down
+
+
+@pytest.fixture
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 5)
+    weights = {
+        "up": jax.random.normal(keys[0], (8, 16)),
+        "down": jax.random.normal(keys[1], (16, 8)),
+        "scale": jax.random.normal(keys[2], (8,)),
+    }
+    return weights, jax.random.normal(keys[3], (4, 8)), jax.random.normal(keys[4], (4,))
+
+
+def products(function, *args) -> int:
+    return str(jax.make_jaxpr(function)(*args)).count("dot_general")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_together_and_apart_they_are_those_of_vjp(arguments, policy):
+    weights, x, shared = arguments
+    saved = POLICIES[policy]
+    run = layer if saved is None else jax.checkpoint(layer, policy=saved)
+    parts = LayerGradients(run, weights, x=x, shared=shared, splits=True)
+    y, residuals = parts.forward(weights, x, shared=shared)
+    wanted_y, pullback = jax.vjp(layer, weights, x, shared)
+    np.testing.assert_array_equal(y, wanted_y)
+    dy = jnp.cos(y)
+    wanted_weights, wanted_x, _ = pullback(dy)
+    dx, dweights = parts.backward(weights, residuals, shared=shared, dy=dy)
+    first_dx, crossing = parts.input_gradient(weights, residuals, shared=shared, dy=dy)
+    later = parts.weight_gradient(weights, residuals, shared=shared, crossing=crossing)
+    for mine in (dx, first_dx):
+        np.testing.assert_allclose(mine, wanted_x, rtol=1e-5, atol=1e-6)
+    for mine in (dweights, later):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+            mine,
+            wanted_weights,
+        )
+
+
+def test_weights_are_no_residuals_and_no_product_is_made_twice(arguments):
+    weights, x, shared = arguments
+    run = jax.checkpoint(layer, policy=POLICIES["full"])
+    parts = LayerGradients(run, weights, x=x, shared=shared, splits=True)
+    _, residuals = parts.forward(weights, x, shared=shared)
+    assert [leaf.shape for leaf in residuals] == [x.shape], "the layer's input alone"
+    _, crossing = parts.input_gradient(weights, residuals, shared=shared, dy=x)
+
+    def first(residuals, dy):
+        return parts.input_gradient(weights, residuals, shared=shared, dy=dy)
+
+    def later(residuals, crossing):
+        return parts.weight_gradient(weights, residuals, shared=shared, crossing=crossing)
+
+    def both(residuals, dy):
+        return parts.backward(weights, residuals, shared=shared, dy=dy)
+
+    apart = products(first, residuals, x), products(later, residuals, crossing)
+    assert sum(apart) == products(both, residuals, x)
+    assert apart[1] == 2, "of each matrix the weight gradient"
+    # A vector's gradient is made at once, and crosses as a vector.
+    assert any(leaf.shape == (8,) for leaf in crossing)

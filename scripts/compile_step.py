@@ -3,7 +3,8 @@
     python scripts/compile_step.py --config configs/llama3_8b.py [--config.remat=auto ...] \\
         --gpus=8 [--hosts=4] [--target=h100]
 
-Prints whether it fits their memory, its calls of cuDNN and its collectives. Needs
+Prints whether it fits their memory, its calls of cuDNN, and what a GPU sends in an update: over
+which mesh axes, inside a host or between hosts, and how much of it has no work beside it. Needs
 `pip install 'jaxscale[aot]'`. --gpus: of one host. A step that does not fit is refused, with
 settings that would (exit code 2, after minutes).
 """
@@ -31,7 +32,7 @@ DOCUMENTS_PER_ROW = 8
 
 def main(argv: list[str]) -> int | None:
     del argv
-    from jaxscale.compile import ahead
+    from jaxscale.compile import ahead, traffic
 
     config = CONFIG.value
     config.data.max_documents_per_row = config.data.max_documents_per_row or DOCUMENTS_PER_ROW
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> int | None:
     hlo = update.compiled.as_text() or ""
     for name, count in sorted(ahead.count_calls(hlo).items()):
         print(f"{count:5d}  {name}")
+    print(traffic.table_of(traffic.traffic_of(hlo, update.plan.mesh)))
     if DUMP.value:
         Path(DUMP.value).write_text(hlo)
     return None

@@ -8,15 +8,14 @@ import dataclasses
 import importlib.util
 import math
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 from jaxscale.compile import ahead, fit
+from jaxscale.compile.traffic import collectives_of, computations, groups_over
 from jaxscale.config import Dtype, MeshConfig, Remat
 from jaxscale.ops import loss
 from jaxscale.step.plan import Plan, plan_of_run
@@ -97,18 +96,6 @@ def unrolled_hlo(config_8b) -> str:
         patch.setattr(loss, "CHUNK_TOKENS", OWN_CHUNK)
         plan = plan_of_run(config, devices=devices)
         return fit.compile_only(update, plan, compiler_options=options).as_text() or ""
-
-
-def computations(hlo: str) -> dict[str, list[str]]:
-    """The instructions of each computation of a module, by its name."""
-    found: dict[str, list[str]] = {}
-    inside: list[str] = []
-    for line in hlo.splitlines():
-        if start := re.match(r"(?:ENTRY )?%([\w.-]+) \(.*\{$", line):
-            inside = found[start[1]] = []
-        else:
-            inside.append(line)
-    return found
 
 
 def outside_fusions(hlo: str) -> list[str]:
@@ -367,23 +354,13 @@ def split_of(config, devices) -> Split:
 
 def reductions_of(hlo: str) -> list[Reduction]:
     """One for each array that is summed; several may share a call."""
-    calls = re.compile(
-        r"= (.*?) (all-reduce|reduce-scatter)(-start)?\(.*?replica_groups=(.*?), (?!device_ids)\w+="
-    )
-    parts = computations(hlo)
-    of_loops = in_loops(parts)
-    found = []
-    for name, lines in parts.items():
-        for line in lines:
-            if call := calls.search(line):
-                results, operation, is_started, groups = call.groups()
-                if is_started and results.startswith("(("):
-                    results = results.partition("), ")[2]  # without the operands
-                found += [
-                    Reduction(operation, dtype, sizes_in(dims), groups_in(groups), name in of_loops)
-                    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", results)
-                ]
-    return found
+    of_loops = in_loops(computations(hlo))
+    return [
+        Reduction(call.operation, dtype, dims, call.groups, call.computation in of_loops)
+        for call in collectives_of(hlo)
+        if call.operation in ("all-reduce", "reduce-scatter")
+        for dtype, dims in call.arrays
+    ]
 
 
 def in_loops(computations: dict[str, list[str]]) -> set[str]:
@@ -399,54 +376,6 @@ def in_loops(computations: dict[str, list[str]]) -> set[str]:
 
 def called(attributes: str, lines: list[str]) -> set[str]:
     return set(re.findall(rf"(?:{attributes})=%([\w.-]+)", "\n".join(lines)))
-
-
-def sizes_in(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(","))) if text else ()
-
-
-def groups_in(text: str) -> frozenset[frozenset[int]]:
-    """Devices that sum together, out of any of XLA's three notations."""
-    if text.startswith("{{"):
-        return frozenset(frozenset(sizes_in(group)) for group in text[2:-2].split("},{"))
-    if iota := re.fullmatch(r"\[([\d,]+)\]<=(.*)", text):
-        return frozenset(map(frozenset, ids_in(iota[2]).reshape(sizes_in(iota[1])).tolist()))
-    mesh = re.fullmatch(r"mesh\[([\w'=,]+)\](?:, device_ids=\((.*)\))? \{([\w',]+)\}", text)
-    assert mesh is not None, text
-    sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-    ids = ids_in(mesh[2] or f"[{math.prod(sizes.values())}]")
-    return groups_over(sizes, re.findall(r"'(\w+)'", mesh[3]), ids=ids)
-
-
-def ids_in(text: str) -> np.ndarray:
-    """As `[2,4]T(1,0)` has them: numbered, shaped, transposed and flat."""
-    iota = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    assert iota is not None, text
-    sizes, order = sizes_in(iota[1]), sizes_in(iota[2]) if iota[2] else None
-    return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1)
-
-
-def groups_over(sizes: Mapping[str, int], axes: Sequence[str], *, ids=None) -> frozenset:
-    """The devices of a mesh that differ in these axes alone; ids: of all, in the mesh's order."""
-    ids = np.arange(math.prod(sizes.values())) if ids is None else ids
-    places = [list(sizes).index(axis) for axis in axes]
-    ids = np.moveaxis(ids.reshape(tuple(sizes.values())), places, range(-len(places), 0))
-    rows = ids.reshape(-1, math.prod(sizes[axis] for axis in axes))
-    return frozenset(map(frozenset, rows.tolist()))
-
-
-def test_the_three_notations_of_groups_are_read_alike():
-    sizes = dict(data=2, fsdp=2, tensor=2)
-    groups = groups_over(sizes, ["fsdp"])
-    assert groups == {frozenset(pair) for pair in ((0, 2), (1, 3), (4, 6), (5, 7))}
-    for text in (
-        "{{0,2},{1,3},{4,6},{5,7}}",
-        "[4,2]<=[2,2,2]T(0,2,1)",
-        "mesh['data'=2,'fsdp'=2,'tensor'=2] {'fsdp'}",
-        "mesh['axis_0'=4,'axis_1'=2], device_ids=([2,2,2]T(0,2,1)) {'axis_1'}",
-    ):
-        assert groups_in(text) == groups
-    assert groups_in("[2,4]<=[8]") == groups_over(sizes, ["fsdp", "tensor"])
 
 
 @pytest.fixture(scope="module", params=SPLITS)

@@ -170,6 +170,9 @@ class MeshConfig:
     reduce_dtype: Dtype = Dtype.BFLOAT16
     # Whether `tensor` splits the residual stream along the sequence between blocks.
     sequence_parallel: bool = True
+    # Layers run on two halves of each device's rows, so that what `tensor` sends for one half is
+    # sent beside the products of the other.
+    async_tensor: bool = False
 
     def sizes(self, num_devices: int) -> dict[str, int]:
         """Axis name to size, with -1 filled in.
@@ -429,9 +432,38 @@ def validate_on(config: Config, num_devices: int) -> dict[str, int]:
             fix=f"sequence parallelism splits it over {shown}; make it a "
             "multiple or set config.mesh.sequence_parallel=False",
         )
+    _validate_async_tensor(config, sizes)
     _validate_stages(config, sizes["stage"])
     config.model.validate_on(sizes)
     return sizes
+
+
+def _validate_async_tensor(config: Config, sizes: dict[str, int]) -> None:
+    """What layers on two halves of the rows need."""
+    if not config.mesh.async_tensor:
+        return
+    rows = config.batch_size // config.grad_accumulation
+    pairs = 2 * sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    fix = "set config.mesh.async_tensor=False, or "
+    _require(
+        rows % pairs == 0,
+        "batch_size",
+        value=config.batch_size,
+        fix=f"config.mesh.async_tensor halves the rows of each device, and config.batch_size / "
+        f"config.grad_accumulation = {rows} rows are no multiple of {pairs}; {fix}set "
+        f"config.batch_size to a multiple of {pairs * config.grad_accumulation}",
+    )
+    for key, value, wanted in (
+        ("mesh.stage", sizes["stage"], 1),
+        ("mesh.reduce_dtype", config.mesh.reduce_dtype.value, config.dtype.value),
+    ):
+        is_wide = key == "mesh.reduce_dtype" and config.dtype == Dtype.FLOAT32
+        _require(
+            value == wanted or is_wide,
+            key,
+            value=value,
+            fix=f"with config.mesh.async_tensor=True it must be {wanted}; {fix}set it to {wanted}",
+        )
 
 
 def _validate_stages(config: Config, num_stages: int) -> None:

@@ -33,6 +33,7 @@ DOCUMENTS_PER_ROW = 8
 def main(argv: list[str]) -> int | None:
     del argv
     from jaxscale.compile import ahead, traffic
+    from jaxscale.step.remarks import remarks
 
     config = CONFIG.value
     config.data.max_documents_per_row = config.data.max_documents_per_row or DOCUMENTS_PER_ROW
@@ -51,6 +52,8 @@ def main(argv: list[str]) -> int | None:
         f"fits: {update.memory_gib:.1f} of {pool_gib:.1f} GiB a GPU, besides NCCL, cuDNN and the "
         "CUDA context"
     )
+    for remark in remarks(update.plan, host_of=lambda device: device.process_index):
+        print(remark)
     hlo = update.compiled.as_text() or ""
     for name, count in sorted(ahead.count_calls(hlo).items()):
         print(f"{count:5d}  {name}")

@@ -24,6 +24,10 @@ class Execution:
     # How attention brings together a sequence that is split; rows are dealt head-tail but for
     # all-to-all (`ops/context.py`).
     exchange: Exchange = Exchange.ALL_TO_ALL
+    # Layers run on two halves of a device's rows (`ops/halves.py`).
+    async_tensor: bool = False
+    # Weights come gathered and cast, one set for both halves.
+    is_gathered: bool = False
     # The most documents that a row may hold.
     max_documents: int = 32
     # Of the devices it will run on, which need not be here: a step can be compiled for others.

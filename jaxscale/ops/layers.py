@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import sharding as shd
 from jaxscale.config import Remat
+from jaxscale.ops import halves
 from jaxscale.ops.documents import Documents
 from jaxscale.ops.execution import Execution
-from jaxscale.ops.linear import GATHERED
+from jaxscale.ops.linear import GATHERED, gathered
 
 ATTENTION = ("attention_out", "attention_lse")
 
@@ -114,7 +115,15 @@ def run_layers(stack: Stack, x, *, documents: Documents, execution: Execution):
     layers of 8B take 28.9 GiB instead of 61.4 with `attention` (compiled for 8 H100, 2 rows of 8192
     tokens each).
     """
-    shared, num_layers = stack.share(documents), stack.num_layers
+    if execution.async_tensor:
+        x, shared = halves.split(x), [*map(stack.share, halves.split_documents(documents))]
+        x, aux = _run_layers(stack, x, shared=shared, execution=execution)
+        return halves.join(x), aux
+    return _run_layers(stack, x, shared=stack.share(documents), execution=execution)
+
+
+def _run_layers(stack: Stack, x, *, shared, execution: Execution):
+    num_layers = stack.num_layers
     is_lean = _is_lean(execution, num_layers)
     layers = layers_of(stack, execution, is_lean=is_lean)
     num_turns, num_left = divmod(num_layers, len(layers))
@@ -161,9 +170,32 @@ def _layer(block: Block, execution: Execution):
             weights,
             is_leaf=lambda leaf: isinstance(leaf, Parted),
         )
+        if execution.async_tensor:
+            return _in_halves(block, x, weights=weights, shared=shared, execution=execution)
         return block(x, weights, shared, execution)
 
     return layer
+
+
+def _in_halves(block: Block, x, *, weights, shared, execution: Execution):
+    """Of both halves of the rows, with one gather of the weights and one sum of their gradients."""
+
+    def whole(box):
+        axes = shd.axes_of(box)
+        if axes is None or "embed" not in axes:
+            return box
+        names = " ".join(axes)
+        return jax.tree.map(lambda leaf: gathered(leaf, execution, axes=names), box)
+
+    weights = jax.tree.map(whole, weights, is_leaf=lambda box: shd.axes_of(box) is not None)
+    mine = dataclasses.replace(execution, is_gathered=True)
+    results = [block(x, weights, shared, mine) for x, shared in zip(x, shared, strict=True)]
+    if any(aux for _, aux in results):
+        raise ValueError(
+            "config.mesh.async_tensor=True: layers that have losses or variables of their own need "
+            "all rows at once; set it to False"
+        )
+    return tuple(x for x, _ in results), {}
 
 
 def _in_turns(leaf, num_turns: int, *, length: int):

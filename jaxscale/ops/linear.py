@@ -30,13 +30,23 @@ def linear(subscripts: str, x, *, weight, out: str, execution: Execution, axes: 
     dtype = jnp.dtype(execution.dtype)
     names = axes or " ".join(shd.axes_of(weight) or ()) or None
     stored = weight if isinstance(weight, jax.Array) else weight[...]
-    # Weight gradients sum over tokens, and these axes split the tokens.
-    gather = functools.partial(shd.gather, axes=names, summed_over=shd.mesh_axes("batch seq"))
     x, wide = x.astype(dtype), execution.gradient_dtype
+    if execution.is_gathered:
+        return shd.einsum(subscripts, x, stored, out=out)
+    gather = _gather(names)
     if wide != dtype:
         return _with_wide_gradient(subscripts, x, stored=stored, gather=gather, out=out, wide=wide)
-    gathered = checkpoint_name(gather(stored, dtype=dtype), GATHERED)
-    return shd.einsum(subscripts, x, gathered, out=out)
+    return shd.einsum(subscripts, x, gathered(stored, execution, axes=names), out=out)
+
+
+def gathered(stored, execution: Execution, *, axes: str | None):
+    """A stored weight in `execution.dtype`, whole along fsdp."""
+    return checkpoint_name(_gather(axes)(stored, dtype=jnp.dtype(execution.dtype)), GATHERED)
+
+
+def _gather(axes: str | None):
+    # Weight gradients sum over tokens, and these axes split the tokens.
+    return functools.partial(shd.gather, axes=axes, summed_over=shd.mesh_axes("batch seq"))
 
 
 def _with_wide_gradient(subscripts, x, *, stored, gather, out, wide):

@@ -188,6 +188,7 @@ def execution_of(
         remat=config.remat,
         keep_gathered=not config.mesh.reshard_after_forward and num_stages == 1,
         scan_unroll=config.scan_unroll,
+        async_tensor=config.mesh.async_tensor,
         attention=config.attention,
         exchange=exchange,
         max_documents=config.data.max_documents_per_row,

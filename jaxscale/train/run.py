@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import socket
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jaxscale.step.feed import device_batches
 from jaxscale.step.plan import Plan, corpus_of_run, plan_of_run
 from jaxscale.step.pretrained import open_pretrained, with_pretrained
 from jaxscale.step.relayout import LEAD, Relayout, saved_lead
+from jaxscale.step.remarks import remarks
 from jaxscale.step.state import TrainState, from_flat, init_state, to_flat
 from jaxscale.step.update import update
 from jaxscale.train.evaluate import make_evaluate
@@ -68,6 +70,9 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
         enable_compilation_cache()
         plan = plan_of_run(config, corpus=corpus)
         log.info(describe(plan, corpus))
+        hosts = distributed.every_process_says(socket.gethostname())
+        for remark in remarks(plan, host_of=lambda device: hosts[device.process_index]):
+            log.warning(remark)
         platform = plan.mesh.devices.flat[0].platform
         if settings := options.describe(plan.compiler_options, config, platform=platform):
             log.info(settings)

@@ -5,8 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxscale.config import Dtype
 from jaxscale.ops.layers import LAYERS_AHEAD
 from tests.step.alike import LOSS_RTOL, assert_trains_like
+from tests.step.conftest import make_plan, small_config
 
 # Name -> devices, mesh and batch settings. DP, ZeRO-1 to 3, HSDP, TP, SP and products, with more
 # devices than key heads (tensor=4 and 8 over 2) and a vocabulary that no axis divides (257).
@@ -52,6 +54,45 @@ def test_a_remat_policy_changes_no_loss(run, remat):
 
 def test_unrolling_the_layer_scan_changes_no_loss(run):
     np.testing.assert_allclose(run(8, fsdp=8, scan_unroll=2).losses, run(1).losses, rtol=LOSS_RTOL)
+
+
+# Layers on two halves of a device's rows.
+ASYNC: dict[str, dict[str, Any]] = {
+    "tp2": dict(num_devices=2, fsdp=1, tensor=2),
+    "fsdp tp auto": dict(fsdp=4, tensor=2, axis_types="auto"),
+    "tp4 over 2 key heads": dict(fsdp=2, tensor=4, remat="attention_mlp"),
+    "hsdp tp, weights kept": dict(
+        data=2, fsdp=2, tensor=2, reshard_after_forward=False, remat="gemms"
+    ),
+    "zero2 tp": dict(data=2, fsdp=2, tensor=2, zero=2),
+    "zero1 tp accumulated": dict(fsdp=2, tensor=4, zero=1, grad_accumulation=2),
+    "fsdp context tp unrolled": dict(fsdp=2, context=2, tensor=2, scan_unroll=2, remat="attention"),
+}
+
+
+@pytest.mark.parametrize("layout", ASYNC)
+def test_layers_on_halves_of_the_rows_train_the_same(run, layout):
+    assert_trains_like(run(**ASYNC[layout], async_tensor=True), run(1))
+
+
+NO_HALVES: dict[str, tuple[dict[str, Any], str]] = {
+    "rows": (dict(fsdp=8, batch_size=24), "24 rows are no multiple of 16.*set config.batch_size"),
+    "stages": (
+        dict(stage=2, fsdp=4, grad_accumulation=2),
+        "config.mesh.stage=2: with config.mesh.async_tensor=True it must be 1",
+    ),
+    "sums": (
+        dict(fsdp=8, dtype=Dtype.BFLOAT16, reduce_dtype=Dtype.FLOAT32),
+        "config.mesh.reduce_dtype='float32': with .* it must be bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_HALVES)
+def test_what_cannot_be_halved_is_refused(case):
+    settings, message = NO_HALVES[case]
+    with pytest.raises(ValueError, match=message):
+        make_plan(small_config(**settings, async_tensor=True), 8)
 
 
 # Unrolled and lean, the backward pass is held back by the weight gradients of the layer

@@ -1,0 +1,52 @@
+"""Two halves of every device's rows: collectives of one run beside products of the other.
+
+With tensor parallelism each product of a layer waits for a gather along the sequence, or is
+waited for by a reduce-scatter. Two halves of a batch do not wait for each other (Wang et al. 2024,
+Domino, arXiv:2409.15241), and XLA's scheduler finds that by itself. Nothing else changes: no
+product is cut along its weight, and nothing is copied but the rows, once for all layers.
+
+B rows, S sequence, D model, M documents.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale import sharding as shd
+from jaxscale.ops.documents import Documents
+
+ROWS = "batch residual_seq act_embed"
+
+
+def split(x_BSD, axes: str = ROWS):
+    """The first and the second half of each device's rows. Raises ValueError if they are odd."""
+
+    def local(x):
+        if x.shape[0] % 2:
+            raise ValueError(
+                f"config.mesh.async_tensor=True: a device's {x.shape[0]} rows cannot be halved; "
+                "make the rows of a microbatch a multiple of 2 * data * fsdp"
+            )
+        # Its transpose is one concatenation; that of slices is a sum of padded arrays.
+        return tuple(jax.lax.split(x, (x.shape[0] // 2,) * 2))
+
+    return shd.shard_map(local, in_axes=(axes,), out_axes=(axes, axes))(x_BSD)
+
+
+def join(halves):
+    """The inverse of `split`."""
+    local = functools.partial(jnp.concatenate, axis=0)
+    mapped = shd.shard_map(lambda a, b: local([a, b]), in_axes=(ROWS, ROWS), out_axes=ROWS)
+    return mapped(*halves)
+
+
+def split_documents(documents: Documents) -> tuple[Documents, Documents]:
+    axes = dict(segments_BS="batch seq", positions_BS="batch seq", lengths_BM="batch _")
+    parts = {name: split(getattr(documents, name), of) for name, of in axes.items()}
+    first, second = (
+        dataclasses.replace(documents, **{name: pair[i] for name, pair in parts.items()})
+        for i in range(2)
+    )
+    return first, second

@@ -3,16 +3,17 @@
 import importlib.util
 import json
 import os
+import re
 import sys
 
 import pytest
 
 from jaxscale import command_line
-from jaxscale.perf import gpus, peers, torchtitan
+from jaxscale.perf import gpus, peer_cases, peers, torchtitan
 from jaxscale.perf.processes import FailedError
 from tests.perf.scripts import ROOT, Script, is_running
 
-# As torchtitan 0.2.2 prints it, with colours; a line of its log is one of these, without ends.
+# As torchtitan 0.2.2 prints it, with colours.
 LOG = (
     (
         "[default0]:[titan] 2026-11-21 10:03:11,695 - root - WARNING - Error running lspci: "
@@ -41,7 +42,7 @@ LOG = (
 # Stands for a Python with torchtitan: says what it has, then prints the log of a run and leaves a
 # worker behind.
 PEER = """#!{python}
-import json, os, subprocess, sys
+import json, os, subprocess, sys, time
 from pathlib import Path
 
 here = Path(__file__).parent
@@ -57,8 +58,20 @@ worker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 text = Path(next(word for word in sys.argv if "dataset_path" in word).partition("=")[2])
 (here / "first.json").write_text((text / "data.jsonl").read_text().splitlines()[0])
 (here / "tokenizer.json").write_text((text.parent / "tokenizer" / "tokenizer.json").read_text())
-print({log!r})
+words = " ".join(sys.argv)
+log = {log!r}
+print(log.replace("9,747", "9,847") if "layers_per_stage=9" in words else log, flush=True)
+if any(word in words for word in {refused!r}):
+    print({failure!r})
+    sys.exit(1)
+time.sleep({seconds})
 sys.exit({code})
+"""
+# As torchrun shows a process that ran out of memory, the one that lost it, and itself.
+FAILURE = """
+[default0]:[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 31.31 GiB.
+[default1]:[rank1]: RuntimeError: Connection closed by peer
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """
 # Stands for scripts/bench_step.py.
 STEP = """
@@ -76,49 +89,23 @@ loads_a_config = pytest.mark.filterwarnings(
 )
 
 
-def write_peer(folder, code=0, **changes):
+def write_peer(folder, code=0, seconds=0, refused=(), **changes):
+    """refused: words of a command line with which it fails."""
     log = "\n".join(LOG)
     path = folder / "python"
-    path.write_text(PEER.format(python=sys.executable, check=CHECK | changes, log=log, code=code))
+    path.write_text(
+        PEER.format(
+            python=sys.executable,
+            check=CHECK | changes,
+            log=log,
+            code=code,
+            seconds=seconds,
+            refused=refused,
+            failure=FAILURE,
+        )
+    )
     path.chmod(0o755)
     return path
-
-
-def test_the_lines_of_torchtitan_are_read_through_colours_and_separators():
-    lines = torchtitan.parse_lines("\n".join(LOG))
-    assert [line["step"] for line in lines] == [10, 15, 20]
-    assert [line["tokens_per_second_per_device"] for line in lines] == [9550, 10750, 9747]
-    assert [line["mfu_full"] for line in lines] == pytest.approx([0.5591, 0.5708, 0.5710])
-    assert [line["peak_memory_gib"] for line in lines] == [68.31, 68.32, 69.0]
-    figures = torchtitan.figures_of(lines)
-    assert figures["tokens_per_second_per_device"] == 9747
-    assert figures["tokens_per_second_per_device_max"] == 10750
-
-
-@loads_a_config
-@pytest.mark.parametrize(("file", "flavor"), [("llama3_8b", "8B"), ("llama3_70b", "70B")])
-def test_a_llama_config_has_the_name_that_torchtitan_gives_it(file, flavor):
-    config = command_line.read_config([f"--config={ROOT}/configs/{file}.py"])
-    assert torchtitan.flavor_of(config.model) == flavor
-
-
-@loads_a_config
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (
-            ["--config.model.num_layers=16", "--config.scan_unroll=1"],
-            "no Llama 3 with 4096, 16, 32, 8, 14336. It has, by model_dim, .*8B: 4096, 32",
-        ),
-        (["--config.model.tie_embeddings"], "no Llama 3 with config.model.tie_embeddings=True"),
-        (["--config.model.head_size", "64"], "no Llama 3 with config.model.head_size=64"),
-        (["--config.model.vocab_size=257"], "no Llama 3 with config.model.vocab_size=257"),
-    ],
-)
-def test_a_model_that_torchtitan_has_not_is_refused_with_those_it_has(settings, told):
-    config = command_line.read_config(["--config", f"{ROOT}/configs/llama3_8b.py", *settings])
-    with pytest.raises(ValueError, match=told):
-        torchtitan.flavor_of(config.model)
 
 
 @pytest.fixture(scope="module")
@@ -134,13 +121,20 @@ def compare(bench_peers, tmp_path, monkeypatch, capsys):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("The cat sat on the mat.")
     config = ["--config", f"{ROOT}/configs/llama3_8b.py", "--config.batch_size=4"]
-    data = f"--config.data.path={tmp_path}/text"
+    text = (f"--config.data.path={tmp_path}/text",)
 
-    def compare(*arguments, peer):
-        code = bench_peers.run(*config, data, f"--peer_python={peer}", *arguments)
+    def compare(*arguments, peer, data=text):
+        has_cases = any("--cases" in argument for argument in arguments)
+        settings = () if has_cases else config
+        code = bench_peers.run(*settings, *data, f"--peer_python={peer}", *arguments)
         return code, *capsys.readouterr()
 
     return compare
+
+
+def arguments_of(folder):
+    """Of the peer's last run."""
+    return json.loads((folder / "arguments.json").read_text())
 
 
 @loads_a_config
@@ -163,7 +157,7 @@ def test_both_run_by_turns_and_the_ratio_of_their_medians_is_told(two_gpus, comp
     assert "ratio" in output and "9,747" in output
     assert not is_running(int((tmp_path / "pid").read_text()))
 
-    arguments = json.loads((tmp_path / "arguments.json").read_text())
+    arguments = arguments_of(tmp_path)
     assert set(arguments) >= {
         "--nproc_per_node=2",
         "--model.flavor=8B",
@@ -195,13 +189,116 @@ def test_the_peer_gets_the_same_text_a_token_a_byte(two_gpus, compare, tmp_path,
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["HF_HUB_OFFLINE"] == "1"
     # Its folders are absolute, as it runs in another one, and jaxscale's is not among them.
-    assert environment["PYTHONPATH"] == f"{tmp_path}{os.pathsep}{ROOT / 'docs'}"
+    extension, *others = environment["PYTHONPATH"].split(os.pathsep)
+    assert extension.endswith("/extension") and others == [str(tmp_path), str(ROOT / "docs")]
 
 
 @loads_a_config
 def test_a_peer_that_fails_is_told_with_its_last_lines(two_gpus, compare, tmp_path):
-    code, _, errors = compare("--order=torchtitan", peer=write_peer(tmp_path, code=3))
+    code, output, errors = compare("--order=torchtitan", peer=write_peer(tmp_path, code=3))
     assert code == 1 and "failed with exit code 3" in errors and "tps: 9,747" in errors
+    record = json.loads(output.splitlines()[-1])
+    assert record["systems"]["torchtitan"]["failures"] == ["failed with exit code 3"]
+    assert record["ratio"] is None
+
+
+@loads_a_config
+def test_a_run_that_fails_is_a_row_and_the_others_go_on(two_gpus, compare, tmp_path):
+    peer = write_peer(tmp_path, refused=("microbatch_size=1", "no-enable"))
+    arguments = ("--cases=pipeline", "--order=1f1b,jaxscale,1f1b_eager,interleaved_2_eager")
+    (code, _, errors) = compare(*arguments, peer=peer)
+    assert code == 2 and "'interleaved_2_eager' is not one of jaxscale, interleaved_4" in errors
+    code, output, errors = compare(*arguments[:1], "--order=1f1b,jaxscale,1f1b_eager", peer=peer)
+    assert code == 1
+    systems = json.loads(output.splitlines()[-1])["systems"]
+    told = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 31.31 GiB."
+    assert {name: system["failures"] for name, system in systems.items()} == {
+        "1f1b": [told],
+        "jaxscale": [],
+        "1f1b_eager": [told],
+    }
+    assert f"1f1b          {told}" in output and "10,428" in output and "Traceback" not in errors
+
+
+@loads_a_config
+def test_a_stand_in_runs_only_for_what_failed(two_gpus, compare, tmp_path):
+    order = "--order=jaxscale,1f1b,interleaved_2,1f1b_eager,interleaved_4_eager"
+    peer = write_peer(tmp_path)
+    code, output, errors = compare("--cases=pipeline", order, peer=peer)
+    assert code == 0, errors
+    record = json.loads(output.splitlines()[-1])
+    assert list(record["systems"]) == ["jaxscale", "1f1b", "interleaved_2", "interleaved_4_eager"]
+    # Of the fastest.
+    assert record["ratio_to"] == "interleaved_2"
+    assert record["ratio"] == 10428 / 9847
+    # Of steps this long each has a line; the case's settings come before the user's.
+    assert {"--metrics.log_freq=1", "--training.steps=5"} <= set(arguments_of(tmp_path))
+    settings = record["settings"]
+    assert settings.index("--config.mesh.stage=2") < settings.index(
+        f"--config.data.path={tmp_path}/text"
+    )
+
+
+@loads_a_config
+def test_time_that_is_up_is_a_row(two_gpus, compare, tmp_path):
+    peer = write_peer(tmp_path, seconds=100)
+    code, output, _ = compare("--order=torchtitan", "--timeout=1", peer=peer)
+    assert code == 1 and "torchtitan    took over 1 s and was stopped" in output
+    code, output, _ = compare("--seconds=50", peer=peer)
+    failures = json.loads(output.splitlines()[-1])["systems"]["jaxscale"]["failures"]
+    assert code == 1 and re.fullmatch(r"left out, \d+ s are left", failures[0])
+
+
+@loads_a_config
+def test_rows_of_a_long_case_are_one_document_for_both(two_gpus, compare, tmp_path, monkeypatch):
+    path = str(tmp_path / "text" / "a.txt")
+    monkeypatch.setattr(peers.context_speed, "write_long_text", lambda folder: path)
+    code, output, errors = compare(
+        "--cases=context_64k", "--order=jaxscale,alltoall", peer=write_peer(tmp_path), data=()
+    )
+    assert code == 0, errors
+    ours = json.loads(output.splitlines()[-1])["systems"]["jaxscale"]["runs"][0]["arguments"]
+    assert f"--config.data.path={path}" in ours and "--config.seq_len=65536" in ours
+    assert {
+        "--training.seq_len=65536",
+        "--parallelism.context_parallel_degree=2",
+        "--parallelism.context_parallel_rotate_method=alltoall",
+        "--activation_checkpoint.mode=full",
+    } <= set(arguments_of(tmp_path))
+    assert json.loads((tmp_path / "first.json").read_text()) == {"text": "The cat sat on the mat."}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--cases=pipelines"], "--cases=pipelines is not one of pipeline, context_32k"),
+        (["--cases=pipeline", "--steps=9"], "a case of --cases has its own"),
+        (["--cases=pipeline,context_32k", "--order=1f1b"], "'1f1b' is not one of jaxscale, allg"),
+    ],
+)
+def test_a_case_that_is_not_there_is_told_before_anything_runs(compare, arguments, told):
+    code, output, errors = compare(*arguments, peer="nowhere")
+    assert code == 2 and told in errors and output == ""
+
+
+@loads_a_config
+@pytest.mark.parametrize("name", peer_cases.CASES)
+def test_both_train_the_same_rows_in_a_case(name, tmp_path):
+    case = peer_cases.CASES[name]
+    config = command_line.read_config([f"--config={ROOT}/configs/llama3_8b.py", *case.settings])
+    for variant in case.variants.values():
+        options = torchtitan.Options(
+            python="python", num_steps=3, skip=1, more=" ".join(variant.options)
+        )
+        words = torchtitan.command_of(config, options, num_gpus=2, text=tmp_path)
+        last = dict(word.split("=", 1) for word in words if "=" in word)
+        assert int(last["--training.global_batch_size"]) == config.batch_size
+        assert int(last["--training.seq_len"]) == config.seq_len
+        assert config.batch_size % int(last["--training.local_batch_size"]) == 0
+        assert variant.instead_of == "" or variant.instead_of in case.variants
+        if name == "pipeline":
+            size = int(last["--parallelism.pipeline_parallel_microbatch_size"])
+            assert int(last["--training.local_batch_size"]) // size == config.grad_accumulation
 
 
 @loads_a_config

@@ -1,0 +1,104 @@
+"""What jaxscale and torchtitan are compared on besides a config of the user's own, on two GPUs.
+
+A case is Llama 3 8B in a layout that both have, with the same rows in an update; torchtitan runs in
+several variants of its own settings, as it is not known beforehand which is its best.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxscale.perf import context_speed
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Of torchtitan. options: of torchtitan.train, after those that the config makes.
+
+    instead_of: a variant that this one stands in for; it runs only where that one failed.
+    """
+
+    options: tuple[str, ...] = ()
+    instead_of: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """settings: words of jaxscale's command line; those of the user follow them.
+
+    num_steps: that count, after `skip`. has_long_text: a row is one document.
+    """
+
+    settings: tuple[str, ...]
+    variants: Mapping[str, Variant]
+    num_steps: int
+    skip: int
+    has_long_text: bool = False
+
+
+EAGER = "--compile.no-enable"
+FULL = "--activation_checkpoint.mode=full"
+SCHEDULE = "--parallelism.pipeline_parallel_schedule"
+LAYERS = "--parallelism.pipeline_parallel_layers_per_stage"
+ROTATE = "--parallelism.context_parallel_rotate_method"
+ONE_ROW = "--training.local_batch_size=1"
+
+# Layers of a chunk, of which embedding and head count as four: 36 in 2 stages, or in 4 chunks. The
+# config's own 4 chunks a stage make it 5 each, and are `interleaved_4`.
+ONE_F_ONE_B = (f"{SCHEDULE}=1F1B", f"{LAYERS}=18")
+INTERLEAVED_2 = (f"{SCHEDULE}=Interleaved1F1B", f"{LAYERS}=9")
+
+PIPELINE = Case(
+    settings=(
+        "--config.mesh.stage=2",
+        "--config.mesh.fsdp=1",
+        "--config.mesh.reshard_after_forward=True",
+        "--config.pipeline.schedule=interleaved",
+        "--config.pipeline.chunks=4",
+        "--config.batch_size=32",
+        "--config.grad_accumulation=32",
+        "--config.remat=attention_mlp",
+        "--config.schedule.warmup_steps=10",
+        "--config.schedule.peak=3e-5",
+    ),
+    variants={
+        "interleaved_4": Variant(),
+        "1f1b": Variant(ONE_F_ONE_B),
+        "interleaved_2": Variant(INTERLEAVED_2),
+        "interleaved_4_eager": Variant((EAGER,), instead_of="interleaved_4"),
+        "1f1b_eager": Variant((*ONE_F_ONE_B, EAGER), instead_of="1f1b"),
+    },
+    num_steps=3,
+    skip=2,
+)
+
+
+def _context(ours: str, *, num_steps: int, skip: int) -> Case:
+    """A case of context_speed.py, beside torchtitan's two ways to move keys and values.
+
+    `allgather` gathers them, `alltoall` sends them on from GPU to GPU. torchtitan takes one row at
+    a time. Plain names recompute a layer whole, attention too; what `selective` keeps of a layer
+    for 16,384 tokens of a GPU is 1 GiB.
+    """
+    by_method = {name: (f"{ROTATE}={name}", ONE_ROW) for name in ("allgather", "alltoall")}
+    return Case(
+        settings=tuple(context_speed.CASES[ours].settings),
+        variants={
+            **{name: Variant((*options, FULL)) for name, options in by_method.items()},
+            **{
+                f"{name}_eager": Variant((*options, FULL, EAGER), instead_of=name)
+                for name, options in by_method.items()
+            },
+            **{f"{name}_selective": Variant(options) for name, options in by_method.items()},
+        },
+        num_steps=num_steps,
+        skip=skip,
+        has_long_text=True,
+    )
+
+
+CASES = {
+    "pipeline": PIPELINE,
+    "context_32k": _context("all_to_all_32k", num_steps=4, skip=2),
+    "context_64k": _context("all_to_all_64k", num_steps=4, skip=2),
+    "context_128k": _context("all_to_all_128k", num_steps=3, skip=1),
+}

@@ -129,6 +129,11 @@ class Exchange(enum.StrEnum):
     RING = "ring"
 
 
+class Balance(enum.StrEnum):
+    HEAD_TAIL = "head_tail"
+    DOCUMENT = "document"
+
+
 class DataFormat(enum.StrEnum):
     AUTO = "auto"
     INDEXED = "indexed"
@@ -218,6 +223,9 @@ class ContextConfig:
     # device's after the other's, beside the attention to the one before. AUTO: what
     # `step/layout.py:exchange_of` works out of the model's sizes and the mesh.
     exchange: Exchange = Exchange.AUTO
+    # How all_gather and ring deal rows to devices, all-to-all needs none. HEAD_TAIL: two pieces of
+    # each row; DOCUMENT: two pieces of each of its documents, for rows of few, unequal ones.
+    balance: Balance = Balance.HEAD_TAIL
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

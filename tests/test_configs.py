@@ -59,7 +59,8 @@ def test_a_config_is_valid_and_the_same_after_json(case):
 @pytest.mark.parametrize("case", CONFIGS, ids=ids)
 def test_a_config_fits_the_hardware_that_its_header_names(case):
     config, (hardware,) = CONFIGS[case], re.findall(r"Hardware: (.*)", header_of(case[0]))
-    counts = [int(number) for number in re.findall(r"(\d+)(?: or more)? H[12]00", hardware)] or [1]
+    cards = r"(\d+)(?: or more)? (?:H[12]00|virtual)"
+    counts = [int(number) for number in re.findall(cards, hardware)] or [1]
     for num_devices in counts:
         sizes = run_config.validate_on(config, num_devices)
         assert math.prod(sizes.values()) == num_devices

@@ -103,7 +103,11 @@ def attention(
     group = q_BSNH.shape[2] // k_BSKH.shape[2]
     seq_axes = shd.mesh_axes("attn_seq")
     exchanged: dict[str, Any] = dict(
-        kernel=kernel, exchange=execution.exchange, axis=seq_axes, scale=options["scale"]
+        kernel=kernel,
+        exchange=execution.exchange,
+        balance=execution.balance,
+        axis=seq_axes,
+        scale=options["scale"],
     )
     assert not (seq_axes and (window or cap)), "step/layout.py refuses it"
     kv_axes = shd.mesh_axes("attn_kv_heads")

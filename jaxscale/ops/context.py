@@ -1,12 +1,9 @@
 """Attention where `context` splits rows, and keys and values are exchanged: all-gather and ring.
 
-Rows are dealt head-tail: of 2 C chunks, device i of C has chunks i and 2 C - 1 - i, so that under a
-causal mask all have the same number of pairs to look at (head_tail). Between two chunks of a row at
-most one document reaches over, so the queries of a chunk and the keys before it are one kernel call
-without a mask: a prefix of the queries, a suffix of the keys. A chunk with itself is the causal
-call of packed documents. What the calls give is merged by log-sum-exp; the backward kernels take
-the merged output and log-sum-exp, and their dq, dk and dv add up (Ring Attention, arXiv:2310.01889;
-head-tail order: Llama 3, arXiv:2407.21783, section 3.3.2).
+Each device has two chunks of a row, or of each of its documents (`deal.py`). The queries of a chunk
+and the keys before it are one kernel call without a mask; a chunk with itself is the causal call of
+packed documents. What the calls give is merged by log-sum-exp; the backward kernels take the merged
+output and log-sum-exp, and their dq, dk and dv add up (Ring Attention, arXiv:2310.01889).
 
 B rows, S sequence of a device (its two chunks) or of one chunk, T key sequence, N query heads,
 K key heads, H head size, M documents a row at most, C devices that share a row, P = 2: keys and
@@ -21,34 +18,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.config import Exchange
+from jaxscale.config import Balance, Exchange
+from jaxscale.ops.deal import Parts, Rows, rows_of
 
 # The log-sum-exp of no keys: far below any score, and differences of it are finite.
 NOTHING = -1e30
-
-
-def head_tail(seq_len: int, num_devices: int) -> np.ndarray:
-    """int [seq_len]: the tokens of a row in the order in which the devices hold them.
-
-    seq_len is a multiple of 2 * num_devices. For 2 devices and 4 chunks: 0, 3, then 1, 2.
-    """
-    chunks = np.arange(seq_len).reshape(2, num_devices, -1)
-    return np.stack([chunks[0], chunks[1, ::-1]], axis=1).reshape(-1)
-
-
-class Parts(NamedTuple):
-    """The parts of documents in some queries, and in the keys that they look at; int32 [B, M].
-
-    Each of a kernel's documents is those queries and keys, and nothing else is looked at.
-    """
-
-    q_starts_BM: Any
-    q_lengths_BM: Any
-    k_starts_BM: Any
-    k_lengths_BM: Any
 
 
 def attention(
@@ -59,6 +35,7 @@ def attention(
     lengths_BM,
     kernel: ModuleType,
     exchange: Exchange,
+    balance: Balance,
     axis: str | tuple[str, ...],
     scale: float,
 ):
@@ -71,13 +48,13 @@ def attention(
     way = {Exchange.ALL_GATHER: _AllGather, Exchange.RING: _Ring}[exchange]
 
     def of_rows(lengths_BM):
+        size, chunk = jax.lax.axis_size(axis), q_BSNH.shape[1] // 2
         return way(
             functools.partial(kernel.partial_forward, scale=scale),
             functools.partial(kernel.partial_backward, scale=scale),
-            rows=_Rows.of(lengths_BM),
+            rows=rows_of(lengths_BM, balance=balance, num_devices=size, chunk=chunk),
             axis=axis,
-            size=jax.lax.axis_size(axis),
-            chunk=q_BSNH.shape[1] // 2,
+            size=size,
         )
 
     def run_and_lse(q_BSNH, k_BSKH, v_BSKH, lengths_BM):
@@ -103,47 +80,6 @@ def attention(
 
     run.defvjp(forward, backward)
     return run(q_BSNH, k_BSKH, v_BSKH, lengths_BM)
-
-
-# Which documents a call has.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Where each document begins and ends, in tokens of the whole row; int32 [B, M]."""
-
-    starts_BM: Any
-    ends_BM: Any
-
-    @classmethod
-    def of(cls, lengths_BM) -> "_Rows":
-        ends_BM = jnp.cumsum(lengths_BM, axis=1, dtype=jnp.int32)
-        return cls(ends_BM - lengths_BM, ends_BM)
-
-    def inside(self, first, *, length: int) -> Parts:
-        """Queries and keys of the chunk that begins at `first`."""
-        starts_BM, ends_BM = (
-            jnp.clip(x - first, 0, length) for x in (self.starts_BM, self.ends_BM)
-        )
-        return Parts(starts_BM, ends_BM - starts_BM, starts_BM, ends_BM - starts_BM)
-
-    def across(self, first, *, keys_from, num_keys: int, length: int) -> Parts:
-        """Queries of the chunk from `first` on, and num_keys keys from `keys_from` on, before it.
-
-        One document: the one that goes on in the chunk.
-        """
-        goes_on_BM = (self.starts_BM < first) & (self.ends_BM > first)
-        start_B1, end_B1 = (
-            jnp.where(goes_on_BM, x, 0).sum(1, dtype=jnp.int32, keepdims=True)
-            for x in (self.starts_BM, self.ends_BM)
-        )
-        last = jnp.minimum(first, keys_from + num_keys) - keys_from
-        k_start_B1 = jnp.clip(start_B1 - keys_from, 0, last)
-        is_seen_B1 = goes_on_BM.any(1, keepdims=True) & (k_start_B1 < last)
-        q_length_B1 = jnp.minimum(end_B1 - first, length)
-        parts = jnp.zeros_like(start_B1), q_length_B1, k_start_B1, last - k_start_B1
-        # And an empty one: jax hands cuDNN no starts where there is one document.
-        return Parts(*(jnp.pad(jnp.where(is_seen_B1, x, 0), ((0, 0), (0, 1))) for x in parts))
 
 
 # Sums over calls, in float32.
@@ -217,26 +153,27 @@ class _Call(NamedTuple):
 class _Way:
     """What both have: kernels that take some keys, the calls of each chunk with itself.
 
-    size: devices. chunk: tokens.
+    size: devices.
     """
 
     partial_forward: Callable
     partial_backward: Callable
     _: dataclasses.KW_ONLY
-    rows: _Rows
+    rows: Rows
     axis: str | tuple[str, ...]
     size: int
-    chunk: int
 
     def chunks_of(self, device):
-        """Where the two chunks of a device begin in the row."""
-        return device * self.chunk, (2 * self.size - 1 - device) * self.chunk
+        """The numbers of the two chunks of a device."""
+        return device, 2 * self.size - 1 - device
 
     def own(self) -> list[_Call]:
         """Each of the two chunks with itself."""
         chunks = self.chunks_of(jax.lax.axis_index(self.axis))
-        parts = [self.rows.inside(first, length=self.chunk) for first in chunks]
-        return [_Call(half, half, parts[half], causal=True) for half in (0, 1)]
+        return [
+            _Call(half, half, self.rows.inside(chunk), causal=True)
+            for half, chunk in enumerate(chunks)
+        ]
 
     def add(self, total: _Merged, q_BSNH, *, kv_PBSKH, calls: list[_Call]) -> _Merged:
         """With what the calls find in these keys."""
@@ -277,12 +214,8 @@ class _AllGather(_Way):
     """Two calls more: each chunk with all keys before it."""
 
     def before(self) -> list[_Call]:
-        num_keys = 2 * self.size * self.chunk
-        across = functools.partial(self.rows.across, keys_from=0, num_keys=num_keys)
-        firsts = self.chunks_of(jax.lax.axis_index(self.axis))
-        return [
-            _Call(half, None, across(first, length=self.chunk)) for half, first in enumerate(firsts)
-        ]
+        chunks = self.chunks_of(jax.lax.axis_index(self.axis))
+        return [_Call(half, None, self.rows.before(chunk)) for half, chunk in enumerate(chunks)]
 
     def forward(self, q_BSNH, kv_PBSKH) -> _Merged:
         whole_PBTKH = self.gather(kv_PBSKH)
@@ -303,11 +236,12 @@ class _AllGather(_Way):
         heads, tails = jnp.split(parts, 2, axis=3)
         chunks = jnp.concatenate([heads, tails[::-1]])  # [2 C, P, B, S, K, H]
         whole = jnp.moveaxis(chunks, 0, 2)
-        return whole.reshape(*whole.shape[:2], -1, *whole.shape[4:])
+        return self.rows.in_row_order(whole.reshape(*whole.shape[:2], -1, *whole.shape[4:]))
 
     def scatter(self, kv_PBTKH):
         """The sum over devices, of which each gets its chunks: the transpose of `gather`."""
-        shape = (*kv_PBTKH.shape[:2], 2 * self.size, self.chunk, *kv_PBTKH.shape[3:])
+        kv_PBTKH = self.rows.in_chunks(kv_PBTKH)
+        shape = (*kv_PBTKH.shape[:2], 2 * self.size, -1, *kv_PBTKH.shape[3:])
         chunks = jnp.moveaxis(kv_PBTKH.reshape(shape), 2, 0)
         heads, tails = jnp.split(chunks, 2)
         parts = jnp.concatenate([heads, tails[::-1]], axis=3)
@@ -329,23 +263,17 @@ class _Ring(_Way):
         """
         device = jax.lax.axis_index(self.axis)
         low, high = self.chunks_of(device)
-        yield [*self.own(), self.across(1, 0, q_first=high, k_first=low)]
+        yield [*self.own(), _Call(1, 0, self.rows.across(high, low))]
         for step in range(1, self.size):
             other = (device - step) % self.size
             is_before = other < device
             k_low, k_high = self.chunks_of(other)
             half = jnp.where(is_before, 0, 1)
-            q_first, k_first = (
-                jnp.where(is_before, *pair) for pair in ((low, high), (k_low, k_high))
-            )
+            queries, keys = (jnp.where(is_before, *pair) for pair in ((low, high), (k_low, k_high)))
             yield [
-                self.across(1, 0, q_first=high, k_first=k_low),
-                self.across(half, half, q_first=q_first, k_first=k_first),
+                _Call(1, 0, self.rows.across(high, k_low)),
+                _Call(half, half, self.rows.across(queries, keys)),
             ]
-
-    def across(self, q_half, k_half, *, q_first, k_first) -> _Call:
-        parts = self.rows.across(q_first, keys_from=k_first, num_keys=self.chunk, length=self.chunk)
-        return _Call(q_half, k_half, parts)
 
     def forward(self, q_BSNH, kv_PBSKH) -> _Merged:
         total = _Merged.of(q_BSNH)

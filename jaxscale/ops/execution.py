@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxscale.config import Attention, Dtype, Exchange, Remat
+from jaxscale.config import Attention, Balance, Dtype, Exchange, Remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,9 +21,10 @@ class Execution:
     # Layers in one iteration of the loop over layers; as many as there are: no loop.
     scan_unroll: int = 1
     attention: Attention = Attention.AUTO
-    # How attention brings together a sequence that is split; rows are dealt head-tail but for
-    # all-to-all (`ops/context.py`).
+    # How attention brings together a sequence that is split (`ops/context.py`), and how it is dealt
+    # to the devices, but for all-to-all (`ops/deal.py`).
     exchange: Exchange = Exchange.ALL_TO_ALL
+    balance: Balance = Balance.HEAD_TAIL
     # Layers run on two halves of a device's rows (`ops/halves.py`).
     async_tensor: bool = False
     # Weights come gathered and cast, one set for both halves.

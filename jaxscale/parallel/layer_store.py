@@ -109,18 +109,30 @@ def add(store: list, place: Place, *, values, first: tuple) -> list:
     if not index:
         return _with(store, place.number, mine=jax.tree.map(jnp.add, mine, values))
     # A scatter is one kernel, in place. What is read and written by slices is two (jax 0.11.2).
-    free = set(jax.sharding.get_abstract_mesh().axis_names) - {STAGE}
-    specs = [jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, t) for t in (mine, values)]
 
     def scatter(mine, added):
         values, index = added
         return jax.tree.map(lambda leaf, v: leaf.at[index].add(v, **IN_PLACE), mine, values)
 
-    in_specs = specs[0], (specs[1], tuple(P() for _ in index))
+    return _with(store, place.number, mine=on_own_part(scatter, mine, (values, index)))
+
+
+def on_own_part(function: Callable, first, *more):
+    """`function` on each device's own part of arrays, as they are split; also by axes not manual.
+
+    Its result is split as `first` is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    trees = (first, *more)
+    specs = tuple(jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, t) for t in trees)
     mapped = jax.shard_map(
-        scatter, axis_names=free, in_specs=in_specs, out_specs=specs[0], check_vma=False
+        function,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        in_specs=specs,
+        out_specs=specs[0],
+        check_vma=False,
     )
-    return _with(store, place.number, mine=mapped(mine, (values, index)))
+    return mapped(*trees)
 
 
 def _with(store: list, number: int, *, mine) -> list:

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale import sharding as shd
-from jaxscale.config import Attention, Dtype, Exchange
+from jaxscale.config import Attention, Balance, Dtype, Exchange
 from jaxscale.kernels import xla_attention
 from jaxscale.ops.attention import attention
-from jaxscale.ops.context import NOTHING, Parts, head_tail
+from jaxscale.ops.context import NOTHING
+from jaxscale.ops.deal import Parts, order
 from jaxscale.ops.documents import documents_of
 from jaxscale.ops.execution import Execution
 
@@ -96,8 +97,10 @@ def check(kernel: ModuleType, *, size: int) -> Iterator[tuple[str, float, float]
     """
     for name, parts, causal in _parts():
         yield from _check_call(kernel, name, parts=parts, causal=causal)
-    for exchange in (Exchange.ALL_GATHER, Exchange.RING, Exchange.ALL_TO_ALL):
-        yield from _check_exchange(kernel, exchange, size=size)
+    for exchange in (Exchange.ALL_GATHER, Exchange.RING):
+        for balance in Balance:
+            yield from _check_exchange(kernel, exchange, size=size, balance=balance)
+    yield from _check_exchange(kernel, Exchange.ALL_TO_ALL, size=size, balance=Balance.HEAD_TAIL)
 
 
 ROWS, SEQ, HEADS, KV_HEADS, HEAD_SIZE = 2, 512, 8, 2, 128
@@ -149,15 +152,22 @@ def _check_call(kernel: ModuleType, name: str, *, parts: Parts, causal: bool):
     yield from _errors(name, mine, expected=theirs)
 
 
-def _check_exchange(kernel: ModuleType, exchange: Exchange, *, size: int):
+def _check_exchange(kernel: ModuleType, exchange: Exchange, *, size: int, balance: Balance):
     seq = 128 * 2 * size
     arrays = _arrays(seq, seq=seq)
     segments = np.zeros((ROWS, seq), np.int32)
     segments[0, : seq - 30] = 1 + (np.arange(seq - 30) > 50) + (np.arange(seq - 30) > seq // 2 + 9)
     segments[1] = 1
-    order = np.arange(seq) if exchange == Exchange.ALL_TO_ALL else head_tail(seq, size)
-    run = functools.partial(_attended, kernel=kernel, exchange=exchange)
     has_whole_rows = exchange == Exchange.ALL_TO_ALL
+    places = np.tile(np.arange(seq), (ROWS, 1))
+    if not has_whole_rows:
+        places = order(segments, size, balance=balance)
+
+    def deal(x):
+        indices = places.reshape(*places.shape, *[1] * (x.ndim - 2))
+        return np.take_along_axis(np.asarray(x), indices, axis=1)
+
+    run = functools.partial(_attended, kernel=kernel, exchange=exchange, balance=balance)
     rules = shd.Rules(
         batch=None,
         seq="context",
@@ -168,14 +178,14 @@ def _check_exchange(kernel: ModuleType, exchange: Exchange, *, size: int):
         attn_kv_heads="context" if has_whole_rows and KV_HEADS % size == 0 else None,
     )
     with shd.use(shd.make_mesh(context=size, devices=jax.devices()[:size]), rules):
-        dealt = [jax.device_put(x[:, order], shd.shardings(x, "batch seq _ _")) for x in arrays]
-        placed = jax.device_put(segments[:, order], shd.shardings(segments, "batch seq"))
+        dealt = [jax.device_put(deal(x), shd.shardings(x, "batch seq _ _")) for x in arrays]
+        placed = jax.device_put(deal(segments), shd.shardings(segments, "batch seq"))
         mine = [np.asarray(x.astype(jnp.float32)) for x in jax.jit(run)(dealt, placed)]
     whole = functools.partial(_attended, kernel=xla_attention, exchange=Exchange.ALL_TO_ALL)
     with jax.default_matmul_precision("highest"):
         out, *gradients = jax.jit(whole)(_wide(arrays), segments)
-    theirs = [np.asarray(x)[:, order] for x in (out, *gradients)]
-    name = f"{exchange} over {size}"
+    theirs = [deal(x) for x in (out, *gradients)]
+    name = f"{exchange} over {size}, {balance}"
     yield from _errors(name, _with_no_lse(mine), expected=_with_no_lse(theirs))
 
 
@@ -184,13 +194,21 @@ def _with_no_lse(arrays):
     return out, None, *gradients
 
 
-def _attended(arrays, segments_BS, *, kernel: ModuleType, exchange: Exchange):
+def _attended(
+    arrays,
+    segments_BS,
+    *,
+    kernel: ModuleType,
+    exchange: Exchange,
+    balance: Balance = Balance.HEAD_TAIL,
+):
     """The output, and the gradients of queries, keys and values."""
     is_plain = kernel is xla_attention
     execution = Execution(
         dtype=Dtype.FLOAT32 if is_plain else Dtype.BFLOAT16,
         attention=Attention.XLA if is_plain else Attention.CUDNN,
         exchange=exchange,
+        balance=balance,
         max_documents=4,
     )
     documents = documents_of(segments_BS, segments_BS, max_documents=4)

@@ -13,7 +13,7 @@ from jaxscale.config import Exchange
 from jaxscale.data.batch import Batch
 from jaxscale.data.loader import batches
 from jaxscale.data.rows import TokenRows
-from jaxscale.ops.context import head_tail
+from jaxscale.ops import deal
 from jaxscale.step.plan import Plan
 
 # The arrays of a Batch are [microbatches, rows, seq].
@@ -38,10 +38,10 @@ def device_batches(plan: Plan, rows: TokenRows, *, start: int) -> Generator[Batc
         threads=data.threads,
     )
 
-    order = order_of(plan, shape[2])
-
-    def place(rows):
-        local = np.asarray(rows).reshape(num_microbatches, len(here), -1)[:, :, order]
+    def place(rows, order):
+        rows = np.asarray(rows)
+        rows = rows if order is None else np.take_along_axis(rows, order, axis=1)
+        local = rows.reshape(num_microbatches, len(here), -1)
 
         def fetch(index: Any) -> np.ndarray:
             wanted = np.arange(num_rows)[index[1]]
@@ -51,14 +51,16 @@ def device_batches(plan: Plan, rows: TokenRows, *, start: int) -> Generator[Batc
 
     with contextlib.closing(loader):
         for _, batch in loader:
-            yield Batch(*map(place, batch))
+            order = _order_of(batch, plan)
+            yield Batch(*(place(rows, order) for rows in batch))
 
 
-def order_of(plan: Plan, seq_len: int) -> np.ndarray | slice:
-    """Which tokens of a row are where on the devices: as they come, or dealt head-tail."""
+def _order_of(batch: Batch, plan: Plan) -> np.ndarray | None:
+    """Which tokens of each row are where on the devices; None: as they come."""
     if plan.execution.exchange == Exchange.ALL_TO_ALL:
-        return slice(None)
-    return head_tail(seq_len, plan.mesh.shape["context"])
+        return None
+    segments = np.asarray(batch.segments)
+    return deal.order(segments, plan.mesh.shape["context"], balance=plan.execution.balance)
 
 
 def abstract_batch(plan: Plan) -> Batch:

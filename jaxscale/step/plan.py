@@ -191,6 +191,7 @@ def execution_of(
         async_tensor=config.mesh.async_tensor,
         attention=config.attention,
         exchange=exchange,
+        balance=config.context.balance,
         max_documents=config.data.max_documents_per_row,
         platform=device.platform,
         compute_capability=getattr(device, "compute_capability", "9.0"),

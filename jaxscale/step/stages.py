@@ -1,6 +1,8 @@
 """An update's loss and gradients where the stages of a pipeline share the layers.
 
-The model's own code runs on each stage, manual over `stage` alone.
+The model's own code runs on each stage, manual over `stage` and over the axes that split rows and
+no weight: data, and fsdp too with ZeRO-1 and 2. Each device of those sums its own gradients over
+the microbatches, and they are added up once an update. XLA would do that in every microbatch.
 """
 
 import dataclasses
@@ -15,9 +17,8 @@ from jaxscale import sharding as shd
 from jaxscale.data.batch import Batch
 from jaxscale.ops.layers import layers_of, map_axes
 from jaxscale.parallel import pipeline
-from jaxscale.parallel.layer_store import STAGE
+from jaxscale.parallel.layer_store import STAGE, on_own_part
 from jaxscale.parallel.schedules import Table
-from jaxscale.step import layout
 from jaxscale.step.loss import cross_entropy_of, documents_of_batch
 from jaxscale.step.plan import Plan, plan_of_run
 from jaxscale.step.relayout import Relayout
@@ -33,13 +34,30 @@ def loss_and_gradients(state: TrainState, batch: Batch, *, plan: Plan, num_token
         split = _Split(params, frozen, plan=plan)
         parts = split.parts(lambda loss: loss * scale, z_loss=plan.config.z_loss)
         loss, weights, outer = split.run(parts, batch, table=table)
-        return loss, split.gradients(weights, outer)
+        gradients = jax.tree.map(added_up, split.gradients(weights, outer), plan.update_shardings)
+        return jax.lax.psum(loss, axes), gradients
 
+    def added_up(gradient, sharding):
+        """Over the axes that split rows; in parts where one of them splits what is optimised."""
+
+        def local(gradient):
+            left = axes
+            for dim, entry in enumerate(sharding.spec.partitions):
+                if here := tuple(axis for axis in axes if axis in jax.tree.leaves((entry,))):
+                    gradient = jax.lax.psum_scatter(
+                        gradient, here, scatter_dimension=dim, tiled=True
+                    )
+                    left = tuple(axis for axis in left if axis not in here)
+            return jax.lax.psum(gradient, left)
+
+        return on_own_part(local, gradient)
+
+    axes = row_axes(plan)
     scale = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
-    specs = _specs(plan.state.params)
-    mapped = _on_stages(on_stage, plan, more=(P(), P()), out_specs=(P(), specs))
+    specs = jax.tree.map(lambda s: _only(s.spec, (STAGE, *axes)), plan.update_shardings)
+    mapped = _on_stages(on_stage, plan, more=(BATCH, P()), out_specs=(P(), specs))
     loss, gradients = mapped(state.params, state.frozen, batch, scale)
-    return loss, layout.land(gradients, plan)
+    return loss, shd.constrain(gradients, plan.update_shardings)
 
 
 def held_out_loss(state: TrainState, batch: Batch, *, plan: Plan):
@@ -49,27 +67,51 @@ def held_out_loss(state: TrainState, batch: Batch, *, plan: Plan):
 
     def on_stage(params, frozen, batch):
         split = _Split(params, frozen, plan=plan)
-        return split.run(split.parts(lambda loss: loss, z_loss=0.0), batch, table=table)[0]
+        loss = split.run(split.parts(lambda loss: loss, z_loss=0.0), batch, table=table)[0]
+        return jax.lax.psum(loss, row_axes(plan))
 
-    return _on_stages(on_stage, plan, more=(P(),), out_specs=P())(state.params, state.frozen, batch)
+    mapped = _on_stages(on_stage, plan, more=(BATCH,), out_specs=P())
+    return mapped(state.params, state.frozen, batch)
 
 
-def _on_stages(function: Callable, plan: Plan, *, more: tuple, out_specs):
-    in_specs = _specs(plan.state.params), _specs(plan.state.frozen), *more
-    # check_vma: jax has none around the shard_maps of kernels (0.10.2 and 0.11.2).
-    return jax.shard_map(
-        function, axis_names={STAGE}, in_specs=in_specs, out_specs=out_specs, check_vma=False
+def row_axes(plan: Plan) -> tuple[str, ...]:
+    """The mesh axes that split rows and no parameter."""
+    leaves = jax.tree.leaves((plan.state.params, plan.state.frozen))
+    taken = {axis for leaf in leaves for axis in jax.tree.leaves(tuple(leaf.sharding.spec))}
+    return tuple(
+        axis
+        for axis in plan.rules.mesh_axes("batch")
+        if plan.mesh.shape[axis] > 1 and axis not in taken
     )
 
 
-def _specs(tree):
-    """Of each array, what `stage` splits."""
+# Of the batch: [microbatches, rows, seq], of which row_axes split the rows.
+BATCH = "batch"
 
-    def spec(leaf) -> P:
-        entries = leaf.sharding.spec.partitions
-        return P(*(STAGE if STAGE in jax.tree.leaves((entry,)) else None for entry in entries))
 
-    return jax.tree.map(spec, tree)
+def _on_stages(function: Callable, plan: Plan, *, more: tuple, out_specs):
+    axes = row_axes(plan)
+    manual = (STAGE, *axes)
+    specs = [
+        jax.tree.map(lambda leaf: _only(leaf.sharding.spec, manual), tree)
+        for tree in (plan.state.params, plan.state.frozen)
+    ]
+    of_batch = P(None, axes) if axes else P()
+    in_specs = *specs, *(of_batch if spec == BATCH else spec for spec in more)
+    # check_vma: jax has none around the shard_maps of kernels (0.10.2 and 0.11.2).
+    return jax.shard_map(
+        function, axis_names=set(manual), in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def _only(spec: P, axes: tuple[str, ...]) -> P:
+    """What these mesh axes split."""
+
+    def entry(split):
+        mine = tuple(axis for axis in jax.tree.leaves((split,)) if axis in axes)
+        return (mine[0] if len(mine) == 1 else mine) or None
+
+    return P(*map(entry, spec.partitions))
 
 
 def without_stages(state: TrainState, plan: Plan) -> tuple[TrainState, Plan]:

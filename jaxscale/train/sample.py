@@ -3,6 +3,7 @@
 It keeps no key-value cache. B rows, S sequence, D model, V vocabulary.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -12,9 +13,10 @@ import numpy as np
 from flax import nnx
 
 from jaxscale import sharding as shd
+from jaxscale.config import Balance, Exchange
 from jaxscale.models.decoder import forward, logits
+from jaxscale.ops.deal import head_tail
 from jaxscale.ops.documents import documents_of
-from jaxscale.step.feed import order_of
 from jaxscale.step.plan import Plan
 from jaxscale.step.stages import without_stages
 from jaxscale.step.state import TrainState
@@ -51,7 +53,7 @@ def sample(plan: Plan, state: TrainState, *, prompt: np.ndarray, num_tokens: int
     # Every row is the same: the mesh's batch axes each need one, or one for each half.
     num_rows = math.prod(plan.mesh.shape[axis] for axis in shd.mesh_axes("batch"))
     num_rows *= 2 if plan.execution.async_tensor else 1
-    row = np.pad(prompt, (0, window - len(prompt)))[order_of(plan, window)]
+    row = np.pad(prompt, (0, window - len(prompt)))[_order_of(plan, window)]
     rows = np.tile(row, (num_rows, 1))
     tokens_BS = jax.make_array_from_callback(
         rows.shape, shd.shardings(rows, "batch seq"), rows.__getitem__
@@ -66,9 +68,11 @@ def _continue(state, tokens_BS, *, key, plan: Plan, prompt_length: int, num_toke
     model = nnx.merge(plan.graphdef, state.frozen, state.params, state.extra)
     temperature = plan.config.sample.temperature
     window = tokens_BS.shape[1]
-    order_S = np.arange(window, dtype=np.int32)[order_of(plan, window)]
+    order_S = np.arange(window, dtype=np.int32)[_order_of(plan, window)]
     position_S = jnp.asarray(order_S)
     positions_BS = shd.constrain(jnp.broadcast_to(position_S, tokens_BS.shape), "batch seq")
+
+    execution = dataclasses.replace(plan.execution, balance=Balance.HEAD_TAIL)
 
     def extend(i, tokens_BS):
         # What is ahead of the last token is padding, and the attention is causal.
@@ -78,7 +82,7 @@ def _continue(state, tokens_BS, *, key, plan: Plan, prompt_length: int, num_toke
             max_documents=plan.execution.max_documents,
         )
         x_BSD, head_DV, cap, *_ = forward(
-            model, tokens_BS, documents=documents, execution=plan.execution
+            model, tokens_BS, documents=documents, execution=execution
         )
         is_last_S = (position_S == i - 1).astype(x_BSD.dtype)
         last_BD = shd.einsum("BSD,S->BD", x_BSD, is_last_S, out="batch act_embed")
@@ -94,3 +98,10 @@ def _continue(state, tokens_BS, *, key, plan: Plan, prompt_length: int, num_toke
     end = prompt_length + num_tokens
     tokens_BS = jax.lax.fori_loop(prompt_length, end, extend, tokens_BS)
     return shd.constrain(tokens_BS, "_ _")[0, np.argsort(order_S)[prompt_length:end]]
+
+
+def _order_of(plan: Plan, window: int) -> np.ndarray | slice:
+    """Which tokens of the window are where. By document they would move as the text grows."""
+    if plan.execution.exchange == Exchange.ALL_TO_ALL:
+        return slice(None)
+    return head_tail(window, plan.mesh.shape["context"])

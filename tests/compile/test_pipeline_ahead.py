@@ -36,15 +36,15 @@ class Update:
 
 @pytest.fixture(scope="module")
 def compiled():
-    """`compiled(num_microbatches, is_unrolled=...)`: 1F1B over 4 stages of 2 GPUs."""
+    """`compiled(num_microbatches, is_unrolled=..., **mesh)`: 1F1B over 4 stages of 2 GPUs."""
     devices = ahead.devices_of("h100", hosts=1, gpus_per_host=8)
 
-    def compile(num_microbatches: int, *, is_unrolled: bool = False) -> Update:
+    def compile(num_microbatches: int, *, is_unrolled: bool = False, **mesh) -> Update:
         config = read_config([f"--config={CONFIG}"])
         config.model = dataclasses.replace(config.model, num_layers=LAYERS)
         config.data.max_documents_per_row = 8
         config.scan_unroll, config.remat = LAYERS if is_unrolled else 1, Remat.ATTENTION
-        config.mesh = MeshConfig(stage=STAGES, fsdp=2, reshard_after_forward=True)
+        config.mesh = MeshConfig(stage=STAGES, **(dict(fsdp=2) | mesh))
         config.pipeline = PipelineConfig(schedule=PipelineSchedule.ONE_F_ONE_B)
         config.batch_size, config.grad_accumulation = 2 * num_microbatches, num_microbatches
         sizes = dict(plan_of_run(config, devices=devices).mesh.shape)
@@ -73,6 +73,18 @@ def test_no_weight_leaves_its_stage(of_8):
         assert sum(math.prod(dims) for _, dims in each.arrays) <= of_a_microbatch, each
     of_weights = {axes for axes, each in of_8.sent if each.operation == "all-gather"}
     assert of_weights == {("fsdp",)}
+
+
+@pytest.mark.parametrize(
+    ("axis", "mesh"), [("data", dict(fsdp=1, data=2)), ("fsdp", dict(fsdp=2, zero=1))]
+)
+def test_gradients_of_rows_are_added_up_once_an_update(compiled, axis, mesh):
+    sums = [each for axes, each in compiled(8, **mesh).sent if axes == (axis,)]
+    assert {each.times for each in sums} == {1}
+    kinds = {each.operation for each in sums}
+    # In shards, where the optimiser's state is split; its new weights are gathered once.
+    wanted = {"reduce-scatter", "all-gather"} if "zero" in mesh else set()
+    assert kinds == wanted | {"all-reduce"}
 
 
 def test_no_stash_is_copied_in_a_loop(of_8):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxscale import sharding as shd
-from jaxscale.config import Attention, ContextConfig, Dtype, Exchange, validate
+from jaxscale.config import Attention, Balance, ContextConfig, Dtype, Exchange, validate
 from jaxscale.models import gemma, llama
 from jaxscale.ops.attention import attention
-from jaxscale.ops.context import head_tail
+from jaxscale.ops.deal import order
 from jaxscale.ops.documents import documents_of
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.layers import LAYERS_AHEAD
@@ -47,10 +47,10 @@ def run(rows):
     return run
 
 
-def config_of(*, exchange: str = "auto", **changes):
+def config_of(*, exchange: str = "auto", balance: str = "head_tail", **changes):
     config = step.small_config(**changes)
     config.data.max_documents_per_row = 16  # as the corpus of a run would say
-    config.context = ContextConfig(exchange=Exchange(exchange))
+    config.context = ContextConfig(exchange=Exchange(exchange), balance=Balance(balance))
     validate(config)
     return config
 
@@ -74,6 +74,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ring 4, zero2 accumulated": dict(
         fsdp=2, context=4, zero=2, grad_accumulation=2, exchange="ring"
     ),
+    "ring 4 by document": dict(fsdp=2, context=4, exchange="ring", balance="document"),
+    "all_gather 2, tp2 sp by document": dict(
+        fsdp=2, tensor=2, context=2, exchange="all_gather", balance="document"
+    ),
 }
 
 
@@ -83,9 +87,12 @@ def test_split_rows_start_the_same_and_train_the_same_as_on_one_device(run, layo
     alone, here = run(1), run(**settings)
     for name, value in alone.initial.items():
         np.testing.assert_array_equal(here.initial[name], value, err_msg=name)
-    order = head_tail(32, settings["context"]) if "exchange" in settings else np.arange(32)
+    dealt = np.broadcast_to(np.arange(32), alone.first_batch[0].shape)
+    if "exchange" in settings:
+        balance = Balance(settings.get("balance", "head_tail"))
+        dealt = order(alone.first_batch[2], settings["context"], balance=balance)
     for mine, theirs in zip(here.first_batch, alone.first_batch, strict=True):
-        np.testing.assert_array_equal(mine, theirs[:, order])
+        np.testing.assert_array_equal(mine, np.take_along_axis(theirs, dealt, axis=1))
     assert_trains_like(here, alone)
 
 
@@ -172,10 +179,14 @@ ATTENTION_RULES = shd.Rules(
 LENGTHS = ((64,), (8, 8, 16, 1, 30, 1), (3, 20, 11, 9), ())
 
 
-def attended(arrays, segments, *, exchange: str):
+def attended(arrays, segments, *, exchange: str, balance: str = "head_tail"):
     """The output of attention over these rows, and the gradients of queries, keys and values."""
     execution = Execution(
-        dtype=Dtype.FLOAT32, attention=Attention.XLA, exchange=Exchange(exchange), max_documents=6
+        dtype=Dtype.FLOAT32,
+        attention=Attention.XLA,
+        exchange=Exchange(exchange),
+        balance=Balance(balance),
+        max_documents=6,
     )
     documents = documents_of(segments, segments, max_documents=6)
 
@@ -188,9 +199,12 @@ def attended(arrays, segments, *, exchange: str):
     return run(*arrays)
 
 
+@pytest.mark.parametrize("balance", Balance)
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_merged_parts_of_any_documents_are_the_whole_and_so_are_their_gradients(exchange, size):
+def test_merged_parts_of_any_documents_are_the_whole_and_so_are_their_gradients(
+    exchange, size, balance
+):
     rng = np.random.default_rng(0)
     shape = dict(out=4, q=4, k=2, v=2)
     arrays = [
@@ -199,20 +213,18 @@ def test_merged_parts_of_any_documents_are_the_whole_and_so_are_their_gradients(
     numbered = [np.repeat(np.arange(1, len(row) + 1), row) for row in LENGTHS]
     segments = np.array([np.pad(row, (0, 64 - len(row))) for row in numbered], np.int32)
     whole = attended(arrays, segments, exchange="all_to_all")
-    order = head_tail(64, size)
+    places = order(segments, size, balance=balance)
+
+    def deal(x):
+        return np.take_along_axis(x, places.reshape(*places.shape, *[1] * (x.ndim - 2)), axis=1)
+
     with shd.use(shd.make_mesh(data=8 // size, context=size), ATTENTION_RULES):
-        dealt = [jax.device_put(x[:, order], shd.shardings(x, "batch seq _ _")) for x in arrays]
-        placed = jax.device_put(segments[:, order], shd.shardings(segments, "batch seq"))
-        parts = attended(dealt, placed, exchange=exchange)
+        dealt = [jax.device_put(deal(x), shd.shardings(x, "batch seq _ _")) for x in arrays]
+        placed = jax.device_put(deal(segments), shd.shardings(segments, "batch seq"))
+        parts = attended(dealt, placed, exchange=exchange, balance=balance)
     for name, mine, theirs in zip(shape, parts, whole, strict=True):
-        np.testing.assert_allclose(mine, theirs[:, order], atol=5e-6, rtol=0, err_msg=name)
-
-
-def test_rows_are_dealt_from_both_ends():
-    assert head_tail(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    # So that under a causal mask every device has as much to look at.
-    looks = head_tail(64, 4).reshape(4, -1).sum(1) + 16
-    assert len(set(looks)) == 1
+        theirs = deal(np.asarray(theirs))
+        np.testing.assert_allclose(mine, theirs, atol=5e-6, rtol=0, err_msg=name)
 
 
 # Which exchange.

@@ -169,7 +169,7 @@ class Model(nnx.Module):
         """The normalised hidden states, the output table [D, V], and the logits' cap: none."""
         x_BSD = normed(x_BSD, self.norm, c=self.c)
         head_DV = self.embedding[...].T if self.c.tie_embeddings else self.head[...]
-        return shd.constrain(x_BSD, WHOLE), head_DV, None
+        return x_BSD, head_DV, None
 
 
 class Output(NamedTuple):

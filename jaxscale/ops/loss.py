@@ -71,12 +71,19 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients):
     # Stages of a pipeline share the vocabulary too, each within its own region.
     vocab_axes = shd.mesh_axes("vocab", with_manual=True)
     token_axes = shd.mesh_axes("batch seq")
+    # Sequence parallelism: x comes in parts, and its gradient goes so. Of a sum over the vocabulary
+    # each device gets its part; over stages, which may be on other hosts, the parts alone are sent.
+    sequence_axes = tuple(a for a in shd.mesh_axes("residual_seq") if a not in shd.mesh_axes("seq"))
+    if not set(sequence_axes) <= set(vocab_axes):
+        sequence_axes = ()
 
     def varying(x, axes):
         return jax.lax.pcast(x, axes, to="varying") if axes else x
 
     def local(x_BSD, head_DV, targets_BS):
         head_DV = head_DV.astype(options.dtype)
+        if sequence_axes:
+            x_BSD = jax.lax.all_gather(x_BSD, sequence_axes, axis=1, tiled=True)
         if embed_axes:
             head_DV = jax.lax.all_gather(head_DV, embed_axes, axis=0, tiled=True)
         tokens, dim = targets_BS.size, x_BSD.shape[-1]
@@ -107,15 +114,20 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients):
         loss = jax.lax.psum(loss, token_axes) if token_axes else loss
         if not with_gradients:
             return (loss,)
-        if vocab_axes:
-            dx = jax.lax.psum(dx, vocab_axes)
+        dx_BSD = dx.reshape(-1, dim)[:tokens].reshape(x_BSD.shape)
+        if sequence_axes:
+            dx_BSD = jax.lax.psum_scatter(dx_BSD, sequence_axes, scatter_dimension=1, tiled=True)
+        if left := tuple(axis for axis in vocab_axes if axis not in sequence_axes):
+            dx_BSD = jax.lax.psum(dx_BSD, left)
         if embed_axes:
             dhead_DV = jax.lax.psum_scatter(dhead_DV, embed_axes, scatter_dimension=0, tiled=True)
         if replicated := tuple(axis for axis in token_axes if axis not in embed_axes):
             dhead_DV = jax.lax.psum(dhead_DV, replicated)
-        return loss, dx.reshape(-1, dim)[:tokens].reshape(x_BSD.shape), dhead_DV
+        return loss, dx_BSD, dhead_DV
 
-    in_axes = ("batch seq act_embed", "embed vocab", "batch seq")
+    x_axes = f"batch {'residual_seq' if sequence_axes else 'seq'} act_embed"
+    x_BSD = shd.constrain(x_BSD, x_axes)
+    in_axes = (x_axes, "embed vocab", "batch seq")
     out_axes = ("", in_axes[0], in_axes[1]) if with_gradients else ("",)
     return shd.shard_map(local, in_axes=in_axes, out_axes=out_axes)(x_BSD, head_DV, targets_BS)
 

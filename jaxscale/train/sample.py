@@ -84,6 +84,7 @@ def _continue(state, tokens_BS, *, key, plan: Plan, prompt_length: int, num_toke
         x_BSD, head_DV, cap, *_ = forward(
             model, tokens_BS, documents=documents, execution=execution
         )
+        x_BSD = shd.constrain(x_BSD, "batch seq act_embed")
         is_last_S = (position_S == i - 1).astype(x_BSD.dtype)
         last_BD = shd.einsum("BSD,S->BD", x_BSD, is_last_S, out="batch act_embed")
         vocab_size = plan.config.model.vocab_size

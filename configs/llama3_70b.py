@@ -4,9 +4,10 @@
 
 with `--config.data.path=...` for text of your own.
 
-Hardware: 64 or more H100: tensor 8 inside each node, FSDP across the nodes. Not run at this size:
-compiled for 64 H100 on a machine without any (jax 0.11.2), its update asks for 66 GiB a GPU besides
-NCCL and cuDNN.
+Hardware: 64 or more H100: tensor 4 inside each node, FSDP across the nodes. Not run at this size:
+compiled for 64 H100 on a machine without any (jax 0.11.2), its update asks for 67.4 GiB a GPU
+besides NCCL and cuDNN, and 378 GB of what it sends have no work beside them, about 2 s of some 14;
+with tensor 8 and without async_tensor 1,843 GB, over 6 s (docs/parallelism.md).
 """
 
 from jaxscale.config import Config, DataConfig, MeshConfig, Remat
@@ -33,6 +34,6 @@ def get_config(arg: str = "") -> Config:
         batch_size=128,
         seq_len=8192,
         remat=Remat.ATTENTION,
-        mesh=MeshConfig(fsdp=-1, tensor=8),
+        mesh=MeshConfig(fsdp=-1, tensor=4, async_tensor=True),
         data=DataConfig(path="python-stdlib", tokenizer="bytes"),
     )

@@ -29,7 +29,7 @@ from jaxscale.step.update import update
 from jaxscale.train.evaluate import make_evaluate
 from jaxscale.train.recorder import HeldOut, Recorder, still
 from jaxscale.train.sample import sample_text
-from jaxscale.train.stop import interrupts
+from jaxscale.train.stop import Interrupts, interrupts
 from jaxscale.train.workdir import (
     check_same_run,
     check_workdir,
@@ -73,7 +73,9 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
             log.info(settings)
         with shd.use(plan.mesh, plan.rules), interrupts() as interrupted:
             stops = distributed.any_process(interrupted)
-            run = Run(config, plan, corpus, checkpoints, workdir, command, stops, pretrained)
+            run = Run(
+                config, plan, corpus, checkpoints, workdir, command, stops, interrupted, pretrained
+            )
             if latest is not None:
                 saved = checkpoints.metadata(latest)["config"]
                 tell_changes(config, saved=saved, step=latest)
@@ -107,7 +109,8 @@ class Run:
     """The parts of a run, and what the loop asks of them.
 
     config: as the user wrote it; the plan's has what the data adds. stops: whether any process was
-    told to stop. pretrained: the first weights, if config.init_from names some.
+    told to stop. interrupted: whether this one was, and how. pretrained: the first weights, if
+    config.init_from names some.
     """
 
     config: Config
@@ -117,6 +120,7 @@ class Run:
     workdir: Path
     command: str
     stops: Callable[[], bool]
+    interrupted: Interrupts
     pretrained: ModelFolder | None = None
 
     @functools.cached_property
@@ -193,6 +197,10 @@ class Run:
             text = sample_text(self.plan, state, tokenizer=self.corpus.tokenizer)
         log.info("sample (temperature %g):\n%s", self.config.sample.temperature, text)
         return text
+
+    def exit_code(self) -> int:
+        """Of a run that was stopped: the same on each process, though one alone was told."""
+        return int(distributed.largest([self.interrupted.code])[0])
 
     # What it tells.
 

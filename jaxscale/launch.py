@@ -156,7 +156,7 @@ def _open_mpi(environ: Mapping[str, str]) -> _Found | None:
     host = None
     if num_local == num:
         host = "127.0.0.1"
-    elif match := re.search(r"tcp6?://\[?([^,\]]+?)(?:[,\]]|:\d+$)", uri):
+    elif match := re.search(r"tcp6?://\[?([^,;\]]+?)(?:[,\]]|:\d+(?:;|$))", uri):
         host = match[1]
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or uri
     return _Found(

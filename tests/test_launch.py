@@ -1,10 +1,13 @@
 """What the environment of each launcher says, and what a process has of its host."""
 
 import os
+from pathlib import Path
 
 import pytest
+import yaml  # of ml_collections
 
 from jaxscale import launch
+from jaxscale.command_line import EXIT_INTERRUPTED, EXIT_MISTAKE
 from jaxscale.launch import detect, first_host, gpus_of
 
 STEP = {
@@ -36,9 +39,15 @@ OURS = {
 }
 
 
-def what(environ):
+def launch_of(environ):
     found = detect(environ)
-    return found and (found.launcher, found.host, found.num_processes, found.process)
+    assert found is not None
+    return found
+
+
+def what(environ):
+    found = launch_of(environ)
+    return found.launcher, found.host, found.num_processes, found.process
 
 
 ALONE = {
@@ -58,19 +67,19 @@ def test_a_process_is_alone(case):
 
 def test_a_task_of_slurm_finds_the_first_host_of_its_step_and_its_place_on_its_own():
     assert what(STEP) == ("SLURM", "gpu07-ib", 7, 3)
-    found = detect(STEP)
+    found = launch_of(STEP)
     assert (found.local, found.num_local) == (1, 2)
-    assert detect(STEP | {"SLURM_NODEID": "3"}).num_local == 1
+    assert launch_of(STEP | {"SLURM_NODEID": "3"}).num_local == 1
 
 
 def test_two_jobs_two_steps_and_two_starts_of_a_job_have_ports_of_their_own():
     others = ({"SLURM_JOB_ID": "4243"}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "2"})
-    ports = [detect(STEP | change).port for change in ({}, *others)]
+    ports = [launch_of(STEP | change).port for change in ({}, *others)]
     assert len(set(ports)) == len(ports)
     # Above those that Linux takes for outgoing connections.
     assert all(61000 <= port < 65536 for port in ports)
-    assert detect(STEP | {"JAXSCALE_COORDINATOR_PORT": "123"}).address == "gpu07-ib:123"
-    assert detect(STEP | {"JAX_COORDINATOR_PORT": "124"}).port == 124
+    assert launch_of(STEP | {"JAXSCALE_COORDINATOR_PORT": "123"}).address == "gpu07-ib:123"
+    assert launch_of(STEP | {"JAX_COORDINATOR_PORT": "124"}).port == 124
 
 
 @pytest.mark.parametrize(
@@ -92,11 +101,13 @@ def test_the_first_host_of_a_list_of_slurm(nodes, first):
 def test_a_process_of_open_mpi_finds_the_host_of_mpirun_and_on_one_host_needs_none():
     assert what(MPI) == ("Open MPI", "10.96.0.1", 4, 3)
     tcp6 = MPI | {"OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp6://[fe80::b9b,2620:10d::2]:43370"}
-    assert detect(tcp6).address == f"[fe80::b9b]:{detect(tcp6).port}"
+    assert launch_of(tcp6).address == f"[fe80::b9b]:{launch_of(tcp6).port}"
+    both = MPI | {"OMPI_MCA_orte_hnp_uri": "13.0;tcp://192.0.2.2:38987;tcp6://[fd00::2]:58021"}
+    assert launch_of(both).host == "192.0.2.2"
     here = MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-a-1@1"}
     del here["OMPI_MCA_orte_hnp_uri"]  # release 5 has none
-    assert detect(here).host == "127.0.0.1" and detect(here).is_loopback
-    assert detect(here).port != detect(here | {"PMIX_NAMESPACE": "prterun-a-2@1"}).port
+    assert launch_of(here).host == "127.0.0.1" and launch_of(here).is_loopback
+    assert launch_of(here).port != launch_of(here | {"PMIX_NAMESPACE": "prterun-a-2@1"}).port
 
 
 def test_mpirun_inside_a_slurm_job_counts_its_own_processes():
@@ -113,7 +124,7 @@ def test_jaxs_own_names_do_and_ours_win_one_by_one_over_a_launcher_too():
     assert what(JAX) == (launch.EXPLICIT, "node0", 4, 3)
     assert what(JAX | OURS) == (launch.EXPLICIT, "node1", 2, 1)
     assert what(STEP | {"JAXSCALE_COORDINATOR": "10.0.0.1:5"}) == ("SLURM", "10.0.0.1", 7, 3)
-    assert detect(OURS | {"JAXSCALE_COORDINATOR": "[::1]:5"}).address == "[::1]:5"
+    assert launch_of(OURS | {"JAXSCALE_COORDINATOR": "[::1]:5"}).address == "[::1]:5"
 
 
 # A change of the variables of four processes -> what is told.
@@ -137,18 +148,48 @@ MISTAKES = {
 def test_a_mistake_is_told_with_the_variable_the_value_and_the_fix(case):
     change, told = MISTAKES[case]
     with pytest.raises(ValueError, match=told):
-        detect(JAX | change)
+        launch_of(JAX | change)
+
+
+def test_the_manifest_of_kubernetes_says_what_its_pods_need():
+    manifest = Path(__file__).parents[1] / "scripts" / "k8s" / "train.yaml"
+    service, job = yaml.safe_load_all(manifest.read_text())
+    pod, name = job["spec"]["template"]["spec"], job["metadata"]["name"]
+    (container,) = pod["containers"]
+    environ = {entry["name"]: entry["value"] for entry in container["env"]}
+    num = job["spec"]["completions"]
+    assert job["spec"]["parallelism"] == num and job["spec"]["completionMode"] == "Indexed"
+    # The name of a pod of an indexed job, in the domain of the service that selects it.
+    assert pod["subdomain"] == service["metadata"]["name"]
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    for index in range(num):
+        found = what(environ | {"JOB_COMPLETION_INDEX": str(index)})
+        assert found == ("Kubernetes", f"{name}-0.{pod['subdomain']}", num, index)
+    # Its rules know our exit codes.
+    codes = {
+        rule["action"]: rule["onExitCodes"]["values"]
+        for rule in job["spec"]["podFailurePolicy"]["rules"]
+        if "onExitCodes" in rule
+    }
+    assert codes == {"FailJob": [EXIT_MISTAKE], "Ignore": [launch.EXIT_AGAIN]}
+
+
+def test_the_batch_script_knows_our_exit_codes():
+    text = (Path(__file__).parents[1] / "scripts" / "train.slurm").read_text()
+    codes = f"exit_mistake={EXIT_MISTAKE} exit_again={launch.EXIT_AGAIN} "
+    assert f"readonly {codes}exit_interrupted={EXIT_INTERRUPTED}" in text
 
 
 def test_what_a_launcher_cannot_say_is_asked_of_the_user():
     pod = {"JOB_COMPLETION_INDEX": "2", "JAXSCALE_NUM_PROCESSES": "4"}
     with pytest.raises(ValueError, match="JAXSCALE_COORDINATOR is not set, and JAXSCALE_NUM_P"):
-        detect(pod)
+        launch_of(pod)
     two_hosts = {name: value for name, value in MPI.items() if "uri" not in name}
     with pytest.raises(ValueError, match="JAXSCALE_COORDINATOR is not set, and Open MPI started"):
-        detect(two_hosts)
+        launch_of(two_hosts)
     with pytest.raises(ValueError, match="SLURM_PROCID='' must be a whole number"):
-        detect({name: value for name, value in STEP.items() if name != "SLURM_PROCID"})
+        launch_of({name: value for name, value in STEP.items() if name != "SLURM_PROCID"})
 
 
 # GPUs that a process sees, and what else is set -> its share, the second of two on its host.
@@ -167,12 +208,12 @@ SHARES = {
 @pytest.mark.parametrize("case", SHARES)
 def test_processes_of_a_host_share_the_gpus_that_all_of_them_see(case):
     visible, change, share = SHARES[case]
-    assert gpus_of(detect(STEP), {"CUDA_VISIBLE_DEVICES": visible} | change) == share
+    assert gpus_of(launch_of(STEP), {"CUDA_VISIBLE_DEVICES": visible} | change) == share
 
 
 def test_gpus_that_cannot_be_divided_are_told():
     with pytest.raises(ValueError, match="2 processes cannot share the 3 GPUs of this host"):
-        gpus_of(detect(STEP), {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+        gpus_of(launch_of(STEP), {"CUDA_VISIBLE_DEVICES": "0,1,2"})
 
 
 @pytest.fixture

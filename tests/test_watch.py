@@ -26,7 +26,7 @@ def crew(monkeypatch):
         for follower in watches[1:]:
             follower.follow("127.0.0.1", invitation)
         deadline = time.monotonic() + PATIENCE
-        while len(watches[0]._hub._lines) < num - 1 and time.monotonic() < deadline:
+        while len(lines_of(watches[0])) < num - 1 and time.monotonic() < deadline:
             time.sleep(0.01)
         members.extend(watches)
         return watches, said
@@ -37,24 +37,23 @@ def crew(monkeypatch):
         member.close()
     for member in members:
         cut(member)
-        for line in (member._line, *(member._hub._lines.values() if member._hub else ())):
-            if line is not None:
-                line.close()
+        for line in lines_of(member):
+            line.close()
         if member._hub is not None:
             member._hub._server.close()
 
 
+def lines_of(watch):
+    """Its connections."""
+    of_hub = list(watch._hub._lines.values()) if watch._hub else []
+    return of_hub + ([watch._line] if watch._line else [])
+
+
 def cut(watch):
     """As the kernel does it for a process that was killed."""
-    if watch._line is not None:
-        shut(watch._line)
-    for line in list(watch._hub._lines.values()) if watch._hub else ():
-        shut(line)
-
-
-def shut(line):
-    with contextlib.suppress(OSError):  # the other end was first
-        line._connection.shutdown(socket.SHUT_RDWR)
+    for line in lines_of(watch):
+        with contextlib.suppress(OSError):  # the other end was first
+            line._connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_process_that_goes_without_a_word_is_named_to_all_others(crew):
@@ -116,8 +115,9 @@ def test_a_stranger_is_turned_away_and_the_watch_goes_on(crew, words):
     follower = Watch(1, leave=said[0].put)
     follower.follow("127.0.0.1", json.dumps([port, watches[0]._hub.token, watches[0].me]))
     deadline = time.monotonic() + PATIENCE
-    while not watches[0]._hub._lines and time.monotonic() < deadline:
+    while not lines_of(watches[0]) and time.monotonic() < deadline:
         time.sleep(0.01)
     cut(follower)
     assert said[0].get(timeout=PATIENCE)
-    follower._line.close()
+    for line in lines_of(follower):
+        line.close()

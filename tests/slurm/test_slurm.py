@@ -69,7 +69,7 @@ def data(tmp_path_factory):
 class Job:
     """A job of scripts/train.slurm on two nodes. on_node: processes on each."""
 
-    def __init__(self, cluster, workdir, *settings, on_node=2):
+    def __init__(self, cluster, workdir, *settings, on_node=2, **variables):
         self.cluster, self.workdir = cluster, workdir
         self.log = workdir.with_suffix(".log")
         said = cluster.say(
@@ -83,8 +83,7 @@ class Job:
             "configs/tiny.py",
             f"--workdir={workdir}",
             *settings,
-            **environment(devices=1),
-            JAXSCALE_PROCESSES=str(on_node),
+            **(environment(devices=1) | {"JAXSCALE_PROCESSES": str(on_node)} | variables),
         )
         self.number = int(said)
 
@@ -234,3 +233,11 @@ def test_a_mistake_is_told_in_the_jobs_log_and_does_not_come_back(cluster, data,
     assert job.wait_for_end() == "FAILED"
     assert job.state()["ExitCode"] == "2:0" and job.state()["Restarts"] == "0"
     assert "2 x error: config.batch_size=0: set it to 1 or more" in job.said()
+
+
+def test_a_job_that_fails_again_and_again_without_a_new_checkpoint_gives_up(cluster, tmp_path):
+    failing = {"JAXSCALE_PYTHON": "/bin/false", "JAXSCALE_MAX_FAILURES": "2"}
+    job = Job(cluster, tmp_path / "run", on_node=1, **failing)
+    assert job.wait_for_end() == "FAILED"
+    assert job.state()["ExitCode"] == "1:0" and job.state()["Restarts"] == "1"
+    assert "giving up: 2 failures in a row without a new checkpoint" in job.said()

@@ -122,7 +122,7 @@ def test_four_processes_train_like_one(of_four, of_one):
     workdir, output = of_four
     assert "[0] jax " in output and "on cpu: 8 x cpu, 4 processes" in output
     assert_close(losses(workdir), losses(of_one))
-    command = re.search(r"train on with: (.*)", output)[1]
+    (command,) = re.findall(r"train on with: (.*)", output)
     assert "scripts/launch_local.py -n 4" in command and command.endswith("--config.steps=24")
 
 

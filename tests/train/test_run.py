@@ -281,10 +281,10 @@ def test_interrupted_it_saves_and_the_command_it_names_continues_bit_for_bit(
     assert os.path.join(folder, python) == sys.executable
 
     # A scheduler's signals: the exit code by which it starts the job again.
-    for step, signum in ((5, signal.SIGTERM), (6, signal.SIGUSR1)):
-        _, output = interrupted(step, signum, code=EXIT_AGAIN)
+    for number, signum in ((5, signal.SIGTERM), (6, signal.SIGUSR1)):
+        _, output = interrupted(number, signum, code=EXIT_AGAIN)
         assert f"{signum.name}: finishing the step and saving" in output
-        assert saved_steps(tmp_path)[-1] == step
+        assert saved_steps(tmp_path)[-1] == number
     start(tmp_path).finish()
     assert losses(tmp_path) == losses(undisturbed)
 

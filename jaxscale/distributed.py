@@ -6,6 +6,7 @@ answer. In a run of one process it is a plain function.
 
 import collections
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -38,18 +39,20 @@ HEARTBEAT = "JAXSCALE_HEARTBEAT_SECONDS"
 # is known a moment later, also where it takes a second to say why it ends.
 BROKEN_COLLECTIVE = r"(?i)gloo|nccl|connection|unavailable|coordination service|aborted"
 NAMING_SECONDS = 5.0
+# What a process that fails has to close its files; a save in flight may wait for the others.
+CLOSING_SECONDS = 20.0
 INVITATION = "jaxscale/watch"
 
 _watch: Watch | None = None
 
 
-def initialize() -> None:
+def initialize(command: str = "the same command") -> None:
     """Joins the other processes if the environment says there are any (`launch.detect`).
 
     Call before any device is touched. Raises ValueError for variables that cannot be. Where
     somebody is missing after JOIN_SECONDS (or `JAXSCALE_JOIN_SECONDS`) it says so and ends the
     process with exit code 2. From then on a process that is killed is named by the others, which
-    end with `launch.EXIT_AGAIN`.
+    end with `launch.EXIT_AGAIN`. command: what a message tells the user to run again.
     """
     launch = detect()
     if launch is None:
@@ -78,16 +81,19 @@ def initialize() -> None:
             coordinator_bind_address=bind,
         )
     if jax.distributed.is_initialized():
-        _start_watch(launch, seconds=seconds)
+        # Those that come back by themselves need no advice.
+        comes_back = launch.launcher in ("SLURM", "Kubernetes")
+        advice = "" if comes_back else f"continue with: {command}"
+        _start_watch(launch, seconds=seconds, advice=advice)
         describe()
 
 
-def _start_watch(launch: Launch, *, seconds: int) -> None:
+def _start_watch(launch: Launch, *, seconds: int, advice: str) -> None:
     """Says so where a network lets only JAX through: then its heartbeat is all there is."""
     global _watch
     client = jax_distributed.global_state.client
     assert client is not None
-    _watch = Watch(launch.process)
+    _watch = Watch(launch.process, advice=advice)
     if launch.process == 0:
         host = launch.host if launch.is_loopback else ""
         client.key_value_set(INVITATION, _watch.lead(host, num_processes=launch.num_processes))
@@ -112,22 +118,51 @@ def faults_end_all(tell: Callable[[BaseException], int]) -> Iterator[None]:
     the user is to know of the exception and returns the exit code. If the exception is only what
     another process's end looks like from here, that process is named instead.
     """
+    global _end
+    if _watch is not None:
+        _end = functools.partial(_end_all, tell=tell)
     try:
         yield
     except BaseException as error:
-        if _watch is None:
-            raise
-        if re.search(BROKEN_COLLECTIVE, str(error)):
-            time.sleep(NAMING_SECONDS)  # the watch ends this process meanwhile
-        code = tell(error)
-        is_signal = isinstance(error, KeyboardInterrupt | SystemExit)
-        said = "" if is_signal else str(error).partition("\n")[0]
-        _watch.report(said or f"{type(error).__name__}, exit code {code}")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _end(error)
+        raise
     if _watch is not None:
         _watch.close()
+
+
+@contextlib.contextmanager
+def closing_is_bounded() -> Iterator[None]:
+    """Where there are others, an exception inside leaves CLOSING_SECONDS to close what is open.
+
+    Then the process ends as in `faults_end_all`: closing may wait for the others as well.
+    """
+    try:
+        yield
+    except BaseException as error:
+        timer = threading.Timer(CLOSING_SECONDS, _end, [error])
+        timer.daemon = True
+        timer.start()
+        raise
+
+
+def _end_all(error: BaseException, *, tell: Callable[[BaseException], int]) -> None:
+    assert _watch is not None
+    if re.search(BROKEN_COLLECTIVE, str(error)):
+        time.sleep(NAMING_SECONDS)  # the watch ends this process meanwhile
+    code = tell(error)
+    is_signal = isinstance(error, KeyboardInterrupt | SystemExit)
+    said = "" if is_signal else str(error).partition("\n")[0]
+    _watch.report(said or f"{type(error).__name__}, exit code {code}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _goes_on(error: BaseException) -> None:
+    """Of a process that is alone."""
+
+
+_end: Callable[[BaseException], None] = _goes_on
 
 
 def describe() -> str:

@@ -34,11 +34,14 @@ LONGEST_LINE = 2**16
 class Watch:
     """The connections of a process. Its threads are daemons; `close` before a normal end.
 
-    leave: what to do with the text that says who is gone; ends the process.
+    leave: what to do with the text that says who is gone; ends the process. advice: what the user
+    is to do then.
     """
 
-    def __init__(self, process: int, *, leave: Callable[[str], None] | None = None):
-        self.process = process
+    def __init__(
+        self, process: int, *, advice: str = "", leave: Callable[[str], None] | None = None
+    ):
+        self._advice = advice
         self._leave = leave or end_with
         self.me = [process, socket.gethostname(), os.getpid()]
         self._is_closed = threading.Event()
@@ -95,7 +98,7 @@ class Watch:
     def _end(self, text: str) -> None:
         if not self._is_closed.is_set() and not self._told.is_set():
             self._told.set()
-            self._leave(text)
+            self._leave(f"{text}; {self._advice}" if self._advice else text)
 
     def report(self, said: str) -> None:
         """Tells the others, as far as that can be done in a second, why this process ends now."""

@@ -68,7 +68,7 @@ def join_processes() -> None:
     from jaxscale.xla.environment import set_environment
 
     set_environment()
-    distributed.initialize()
+    distributed.initialize(command_to_repeat())
     # Asking who leads touches the devices, so a process that is alone is not asked.
     is_lead = not jax.distributed.is_initialized() or distributed.is_lead()
     logger = logging.getLogger("jaxscale")

@@ -85,7 +85,8 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
                 write_config(workdir, config, saved_step=latest)
                 if pretrained is not None:
                     keep_companions(workdir, pretrained.companions())
-            yield run
+            with distributed.closing_is_bounded():
+                yield run
 
 
 def _check_latest(config: Config, workdir: Path, *, checkpoints, corpus: Corpus) -> int | None:

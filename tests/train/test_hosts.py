@@ -57,9 +57,9 @@ def config(config_file):
 def launched(config_file):
     """`launched(4, workdir, "--config.x=y")`: its processes, of two devices each."""
 
-    def launched(num, workdir, *settings):
+    def launched(num, workdir, *settings, config=config_file):
         command = [sys.executable, "scripts/launch_local.py", "-n", str(num), "--cpu-devices=2"]
-        command += ["--", "scripts/train.py", f"--config={config_file}", f"--workdir={workdir}"]
+        command += ["--", "scripts/train.py", f"--config={config}", f"--workdir={workdir}"]
         command += [
             "--config.steps=12",
             "--config.schedule.warmup_steps=2",
@@ -175,7 +175,8 @@ def test_a_process_that_is_killed_is_named_by_the_others_and_the_run_ends(launch
     output = finish(started, code=137)
     assert time.monotonic() - killed_at < 30
     for other in {0, 1, 2} - {lost}:
-        named = rf"^\[{other}\] error: process {lost} \(host .*, pid \d+\) vanished: killed"
+        named = rf"^\[{other}\] error: process {lost} \(host .*, pid \d+\) vanished: killed.*; "
+        named += rf"continue with: cd .* scripts/launch_local.py -n 3 .* --workdir={workdir} "
         assert re.search(named, output, re.MULTILINE), output
     assert f"launch_local: process {lost} was killed by SIGKILL" in output
     assert "Traceback" not in output
@@ -189,3 +190,33 @@ def test_a_signal_stops_all_processes_at_the_same_step(launched, tmp_path):
     output = finish(started, code=EXIT_AGAIN)
     (step,) = re.findall(r"^\[0\] stopped at step (\d+) of 10000 and saved", output, re.MULTILINE)
     assert (workdir / "checkpoints" / step).is_dir() and max(losses(workdir)) == int(step)
+
+
+# At step 3 process 1 alone cannot go on, and what it closes waits for the others.
+FAULT = """
+import os, time
+from jaxscale import distributed
+from jaxscale.checkpoint.checkpointer import Checkpointer
+from jaxscale.train.recorder import Recorder
+
+def step(self, number, metrics, original=Recorder.step):
+    if number == 3 and os.environ["JAXSCALE_PROCESS_ID"] == "1":
+        Checkpointer.close = lambda self: time.sleep(3600)
+        raise OSError(5, "Input/output error", "/data/corpus.bin")
+    return original(self, number, metrics)
+
+Recorder.step = step
+distributed.CLOSING_SECONDS = 1.0
+"""
+
+
+def test_a_process_that_fails_alone_ends_the_others_with_its_own_words(
+    launched, config_file, tmp_path
+):
+    faulty = tmp_path / "faulty.py"
+    faulty.write_text(FAULT + config_file.read_text())
+    output = finish(launched(2, tmp_path / "run", config=faulty), code=1)
+    words = re.escape("failed: [Errno 5] Input/output error: '/data/corpus.bin'")
+    assert re.search(rf"^\[0\] error: process 1 \(host .*\) {words}", output, re.MULTILINE), output
+    assert "[1] OSError: [Errno 5] Input/output error: '/data/corpus.bin'" in output
+    assert "launch_local: process 1 ended with exit code 1, the first to fail" in output

@@ -116,19 +116,20 @@ class Cluster:
                 stop(int(file.read_text()))
 
     def _start_munge(self, folder: Path) -> None:
-        """munged wants folders that are its own alone, up to the root, and no root itself."""
-        for parent in (folder, *folder.parents):
-            if parent == folder:
-                parent.mkdir(mode=0o755)
-            elif parent.owner() == getpass.getuser() and parent != Path("/tmp"):
-                parent.chmod(0o755)
+        """munged runs as a user of its own, in a folder that nobody else may write to."""
+        folder.mkdir(mode=0o755)
         (folder / "key").write_bytes(os.urandom(128))
         (folder / "key").chmod(0o400)
         for path in (folder / "key", folder):
             shutil.chown(path, "munge", "munge")
-        files = {"key": "key", "socket": "munge.socket", "pid": "pid", "log": "log", "seed": "seed"}
-        options = [f"--{name}-file={folder / file}" for name, file in files.items()]
-        options[1] = f"--socket={folder / 'munge.socket'}"
+        files = {
+            "key-file": "key",
+            "socket": "munge.socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
+        options = [f"--{option}={folder / name}" for option, name in files.items()]
         self._start("munged", *options, pid_file="munge/pid", user="munge")
 
     def _start(self, program: str, *options: str, pid_file: str, user: str | None = None) -> None:

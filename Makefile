@@ -9,7 +9,7 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
-.PHONY: help train test test-layouts lint types venv clean
+.PHONY: help train test test-layouts test-slurm lint types venv clean
 
 BIN := $(VENV)/bin
 CODE := $(sort $(dir $(wildcard jaxscale/*.py configs/*.py scripts/*.py tests/*.py)))
@@ -27,6 +27,18 @@ test: venv  ## run the tests on 8 virtual CPU devices
 
 test-layouts: venv  ## every schedule of a pipeline on every mesh: half an hour, for the night
 	$(BIN)/pytest --numprocesses=2 -m nightly tests/parallel $(ARGS)
+
+# Debian's packages, if they can be had; without them the tests say so and are skipped. slurmd needs root.
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo -n)
+
+test-slurm: venv  ## scripts/train.slurm on a SLURM of this machine, installed if it can be (Debian, Ubuntu; root)
+	@PATH="$$PATH:/usr/sbin:/sbin"; command -v munged >/dev/null && command -v slurmctld >/dev/null && command -v slurmd >/dev/null || { \
+		echo "installing slurm-wlm and munge"; \
+		export DEBIAN_FRONTEND=noninteractive; \
+		$(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null; } || \
+		echo "make: slurm-wlm and munge cannot be installed here (they need apt-get, root and a network)" >&2
+	@if $(SUDO) true 2>/dev/null; then run="$(SUDO)"; else run=; fi; \
+		$$run env PYTHONDONTWRITEBYTECODE=1 $(BIN)/pytest -m slurm -s tests/slurm $(ARGS)
 
 lint: venv  ## ruff: rules and formatting
 	$(BIN)/ruff check $(CODE) kernels

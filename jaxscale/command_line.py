@@ -24,7 +24,7 @@ from jaxscale import config as run_config
 # in a line, without a traceback.
 EXIT_FAILED = 1
 EXIT_MISTAKE = 2
-# As shells have it for Ctrl-C.
+# As shells have it for Ctrl-C. (For a run that was told to stop otherwise: launch.EXIT_AGAIN.)
 EXIT_INTERRUPTED = 130
 
 # What is defined here is in the --help of the script that asks for it.
@@ -209,7 +209,12 @@ def _refuse_words(arguments: list[str], *, argv: list[str]) -> list[str]:
 
 
 def command_to_repeat() -> str:
-    """This command for a shell in any folder, its words as they were typed."""
+    """This command for a shell in any folder, its words as they were typed.
+
+    Where a launcher started this process among others: the launcher's, out of `JAXSCALE_COMMAND`.
+    """
+    if launched := os.environ.get("JAXSCALE_COMMAND"):
+        return launched
     folder, python = Path.cwd(), Path(sys.executable)
     # That of `make` is in .venv, and a fresh Debian has no `python` on its path.
     short = python.relative_to(folder) if python.is_relative_to(folder) else python

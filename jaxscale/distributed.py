@@ -6,51 +6,163 @@ answer. In a run of one process it is a plain function.
 
 import collections
 import contextlib
+import functools
+import logging
 import os
+import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import distributed as jax_distributed  # its store of keys and values is not public
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxscale.launch import EXIT_AGAIN, EXPLICIT, Launch, detect, gpus_of, seconds_of
+from jaxscale.watch import Watch
+
+log = logging.getLogger(__name__)
 
 # How long a process waits for the others, and the variable that changes it.
 JOIN_SECONDS = 60
 PATIENCE = "JAXSCALE_JOIN_SECONDS"
+# After that long without a word of JAX in a process the others abort. `watch.py` knows of one that
+# is dead at once; this is for one that is stopped. JAX's own 100 s held 2 GPUs for 96 s (2 x H200).
+HEARTBEAT_SECONDS = 10
+HEARTBEAT = "JAXSCALE_HEARTBEAT_SECONDS"
+# What gloo, NCCL and JAX's own service say in a process whose partner is gone. Which one that was
+# is known a moment later, also where it takes a second to say why it ends.
+BROKEN_COLLECTIVE = r"(?i)gloo|nccl|connection|unavailable|coordination service|aborted"
+NAMING_SECONDS = 5.0
+# What a process that fails has to close its files; a save in flight may wait for the others.
+CLOSING_SECONDS = 20.0
+INVITATION = "jaxscale/watch"
+
+_watch: Watch | None = None
 
 
-def initialize() -> None:
-    """Joins the other processes if the environment says there are any.
+def initialize(command: str = "the same command") -> None:
+    """Joins the other processes if the environment says there are any (`launch.detect`).
 
-    Call before any device is touched. SLURM: `SLURM_NTASKS` > 1 inside a job step. Elsewhere:
-    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. Otherwise this process is
-    the whole run. Raises ValueError for variables that cannot be. Where somebody is missing after
-    JOIN_SECONDS (or `JAXSCALE_JOIN_SECONDS`) it says so and ends the process with exit code 2.
+    Call before any device is touched. Raises ValueError for variables that cannot be. Where
+    somebody is missing after JOIN_SECONDS (or `JAXSCALE_JOIN_SECONDS`) it says so and ends the
+    process with exit code 2. From then on a process that is killed is named by the others, which
+    end with `launch.EXIT_AGAIN`. command: what a message tells the user to run again.
     """
-    in_step = int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in os.environ
-    if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        address = os.environ["JAX_COORDINATOR_ADDRESS"]
-        num, mine = _environment_int("JAX_NUM_PROCESSES"), _environment_int("JAX_PROCESS_ID")
-        if mine >= num:
-            raise ValueError(
-                f"JAX_PROCESS_ID={mine} must be below JAX_NUM_PROCESSES={num}: they count from 0"
-            )
-        place = _place_of(address)
-        if mine == 0:
-            _check_free(address, place[1])
-        with _patience(lambda: _missing(place, num=num, mine=mine)) as seconds:
-            jax.distributed.initialize(
-                num_processes=num, process_id=mine, initialization_timeout=2 * seconds
-            )
-    elif in_step:
-        with _patience(lambda: "some task of the SLURM step is missing") as seconds:
-            jax.distributed.initialize(initialization_timeout=2 * seconds)
+    launch = detect()
+    if launch is None:
+        return
+    seconds, heartbeat = (
+        seconds_of(PATIENCE, JOIN_SECONDS),
+        seconds_of(HEARTBEAT, HEARTBEAT_SECONDS),
+    )
+    _find_host(launch, seconds=seconds if launch.launcher == "Kubernetes" else 0)
+    if launch.process == 0:
+        _check_free(launch)
+    # Without one JAX listens on every network of the host.
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    bind = bind or (launch.address if launch.is_loopback else None)
+    with _patience(launch, seconds):
+        jax.distributed.initialize(
+            coordinator_address=launch.address,
+            num_processes=launch.num_processes,
+            process_id=launch.process,
+            local_device_ids=gpus_of(launch),
+            # JAX's own detection would give a task of SLURM the GPU of its local number, also where
+            # SLURM has hidden the others.
+            cluster_detection_method="deactivate",
+            initialization_timeout=2 * seconds,
+            heartbeat_timeout_seconds=heartbeat,
+            coordinator_bind_address=bind,
+        )
     if jax.distributed.is_initialized():
+        # Those that come back by themselves need no advice.
+        comes_back = launch.launcher in ("SLURM", "Kubernetes")
+        advice = "" if comes_back else f"continue with: {command}"
+        _start_watch(launch, seconds=seconds, advice=advice)
         describe()
+
+
+def _start_watch(launch: Launch, *, seconds: int, advice: str) -> None:
+    """Says so where a network lets only JAX through: then its heartbeat is all there is."""
+    global _watch
+    client = jax_distributed.global_state.client
+    assert client is not None
+    _watch = Watch(launch.process, advice=advice)
+    if launch.process == 0:
+        host = launch.host if launch.is_loopback else ""
+        client.key_value_set(INVITATION, _watch.lead(host, num_processes=launch.num_processes))
+        return
+    try:
+        _watch.follow(launch.host, client.blocking_key_value_get(INVITATION, 1000 * seconds))
+    except OSError as error:
+        log.warning(
+            "process %d cannot reach process 0 on a port of its own (%s): that a process was "
+            "killed is noticed after %s seconds, and by JAX alone",
+            launch.process,
+            error,
+            os.environ.get(HEARTBEAT, HEARTBEAT_SECONDS),
+        )
+
+
+@contextlib.contextmanager
+def faults_end_all(tell: Callable[[BaseException], int]) -> Iterator[None]:
+    """Where there are other processes, an exception inside ends this one at once, and tells them.
+
+    They wait for it in a collective, and an ordinary exit would wait for them. tell: prints what
+    the user is to know of the exception and returns the exit code. If the exception is only what
+    another process's end looks like from here, that process is named instead.
+    """
+    global _end
+    if _watch is not None:
+        _end = functools.partial(_end_all, tell=tell)
+    try:
+        yield
+    except BaseException as error:
+        _end(error)
+        raise
+    if _watch is not None:
+        _watch.close()
+
+
+@contextlib.contextmanager
+def closing_is_bounded() -> Iterator[None]:
+    """Where there are others, an exception inside leaves CLOSING_SECONDS to close what is open.
+
+    Then the process ends as in `faults_end_all`: closing may wait for the others as well.
+    """
+    try:
+        yield
+    except BaseException as error:
+        timer = threading.Timer(CLOSING_SECONDS, _end, [error])
+        timer.daemon = True
+        timer.start()
+        raise
+
+
+def _end_all(error: BaseException, *, tell: Callable[[BaseException], int]) -> None:
+    assert _watch is not None
+    if re.search(BROKEN_COLLECTIVE, str(error)):
+        time.sleep(NAMING_SECONDS)  # the watch ends this process meanwhile
+    code = tell(error)
+    is_signal = isinstance(error, KeyboardInterrupt | SystemExit)
+    said = "" if is_signal else str(error).partition("\n")[0]
+    _watch.report(said or f"{type(error).__name__}, exit code {code}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _goes_on(error: BaseException) -> None:
+    """Of a process that is alone."""
+
+
+_end: Callable[[BaseException], None] = _goes_on
 
 
 def describe() -> str:
@@ -75,80 +187,73 @@ def describe() -> str:
     )
 
 
-def _environment_int(name: str) -> int:
-    value = os.environ.get(name, "")
-    if not (value.isascii() and value.isdigit()):
-        raise ValueError(
-            f"{name}={value!r} must be a whole number when JAX_COORDINATOR_ADDRESS is set"
-        )
-    return int(value)
+def _find_host(launch: Launch, *, seconds: int) -> None:
+    """Raises ValueError where the coordinator's host has no address.
+
+    seconds: how long it may take to get one; that of a pod has it once the pod runs.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(launch.host, launch.port)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{launch.key}={launch.address!r}: host {launch.host!r} is not known here "
+                    f"({error.strerror}); name the host of process 0"
+                ) from None
+        time.sleep(1.0)
 
 
-def _place_of(address: str) -> tuple[str, int]:
-    """Host and port. Raises ValueError for an address that has none, or a host without a name."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-        raise ValueError(
-            f"JAX_COORDINATOR_ADDRESS={address!r}: write host:port, the port from 1 to 65535, "
-            "such as node0:29500"
-        )
-    try:
-        socket.getaddrinfo(host, int(port))
-    except OSError as error:
-        raise ValueError(
-            f"JAX_COORDINATOR_ADDRESS={address!r}: host {host!r} is not known here "
-            f"({error.strerror}); name the host of process 0"
-        ) from None
-    return host, int(port)
-
-
-def _check_free(address: str, port: int) -> None:
+def _check_free(launch: Launch) -> None:
     """Raises ValueError where process 0 cannot listen: jax would end the process in C++."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", port))
+            probe.bind(("", launch.port))
         except OSError as error:
             raise ValueError(
-                f"JAX_COORDINATOR_ADDRESS={address!r}: port {port} cannot be used here "
+                f"{launch.key}={launch.address!r}: port {launch.port} cannot be used here "
                 f"({error.strerror}); choose another one, the same for all processes"
             ) from None
 
 
 @contextlib.contextmanager
-def _patience(missing: Callable[[], str]) -> Iterator[int]:
-    """Ends the process after the seconds that it yields; jax itself would abort it, in C++."""
-    seconds = _environment_int(PATIENCE) if PATIENCE in os.environ else JOIN_SECONDS
+def _patience(launch: Launch, seconds: int) -> Iterator[None]:
+    """Ends the process after so many seconds; jax itself would abort it, in C++."""
 
     def give_up():
         sys.stderr.write(
-            f"\nerror: {missing()} after {seconds} s; start every process with the same "
-            "JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES and a JAX_PROCESS_ID of its own, or set "
-            f"{PATIENCE} to wait longer\n"
+            f"\nerror: {_missing(launch)} after {seconds} s ({launch.launcher}: process "
+            f"{launch.process} of {launch.num_processes}, coordinator {launch.address}); start "
+            f"every process with the same coordinator and a number of its own, or set {PATIENCE} "
+            "to wait longer\n"
         )
         sys.stderr.flush()
-        os._exit(2)
+        # A launcher names all its processes: one that is missing was lost, nobody mistyped it.
+        os._exit(2 if launch.launcher == EXPLICIT else EXIT_AGAIN)
 
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
     timer.start()
     try:
-        yield seconds
+        yield
     finally:
         timer.cancel()
 
 
-def _missing(place: tuple[str, int], *, num: int, mine: int) -> str:
+def _missing(launch: Launch) -> str:
     """Who has not come, as far as this process can know."""
-    if mine == 0:
+    num = launch.num_processes
+    if launch.process == 0:
         return (
             "process 1 is missing" if num == 2 else f"some of processes 1 to {num - 1} is missing"
         )
     try:
-        socket.create_connection(place, timeout=2).close()
+        socket.create_connection((launch.host, launch.port), timeout=2).close()
     except OSError:
-        return f"process 0 does not answer at {place[0]}:{place[1]}"
+        return f"process 0 does not answer at {launch.address}"
     return f"process 0 is there, but some other of the {num} processes is missing"
 
 

@@ -58,6 +58,7 @@ LONGEST = (
     "tests/step/test_layouts.py",
     "tests/parallel/",
     "tests/train/test_run.py",
+    "tests/train/test_hosts.py",
     "tests/compile/test_ahead.py",
     "tests/step/",
     "tests/models/test_regions.py",

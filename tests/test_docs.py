@@ -27,6 +27,7 @@ PAGES = (
     "docs/models.md",
     "docs/performance.md",
     "docs/parallelism.md",
+    "docs/clusters.md",
 )
 # Up to the fence that ends the block.
 BODY = r"(?:(?!^```).)*"

@@ -15,12 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
     "jaxscale": 0,  # the package itself: docstring and version
     "jaxscale.config": 0,
-    "jaxscale.distributed": 0,
+    "jaxscale.launch": 0,
     "jaxscale.files": 0,
+    "jaxscale.watch": 1,
     "jaxscale.xla": 1,
     "jaxscale.command_line": 1,
     "jaxscale.sharding": 1,
     "jaxscale.kernels": 1,
+    "jaxscale.distributed": 2,
     "jaxscale.ops": 2,
     "jaxscale.models": 3,
     "jaxscale.optim": 3,

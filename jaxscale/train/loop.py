@@ -13,7 +13,7 @@ from jaxscale.train.run import open_run
 class Outcome:
     """How a run ended. step: updates done; losses: held-out nats a token, before and after.
 
-    text: the sample, or None.
+    text: the sample, or None. exit_code: that of a run that was interrupted, else 0.
     """
 
     step: int
@@ -21,6 +21,7 @@ class Outcome:
     first_loss: float | None
     last_loss: float | None
     text: str | None
+    exit_code: int = 0
 
 
 def train(config: Config, workdir: str | Path, *, command: str = "the same command") -> Outcome:
@@ -62,7 +63,7 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
                     run.save(step, state, record=record)
         if is_interrupted:
             run.tell_stop(step)
-            return Outcome(step, True, first_loss, None, None)
+            return Outcome(step, True, first_loss, None, None, run.exit_code())
         run.tell_losses(first_step, step, losses=(first_loss, last_loss))
         text = run.sample(state)
         run.tell_end(step)

@@ -31,7 +31,7 @@ from jaxscale.step.update import update
 from jaxscale.train.evaluate import make_evaluate
 from jaxscale.train.recorder import HeldOut, Recorder, still
 from jaxscale.train.sample import sample_text
-from jaxscale.train.stop import interrupts
+from jaxscale.train.stop import Interrupts, interrupts
 from jaxscale.train.workdir import (
     check_same_run,
     check_workdir,
@@ -78,7 +78,9 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
             log.info(settings)
         with shd.use(plan.mesh, plan.rules), interrupts() as interrupted:
             stops = distributed.any_process(interrupted)
-            run = Run(config, plan, corpus, checkpoints, workdir, command, stops, pretrained)
+            run = Run(
+                config, plan, corpus, checkpoints, workdir, command, stops, interrupted, pretrained
+            )
             if latest is not None:
                 saved = checkpoints.metadata(latest)["config"]
                 tell_changes(config, saved=saved, step=latest)
@@ -88,7 +90,8 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
                 write_config(workdir, config, saved_step=latest)
                 if pretrained is not None:
                     keep_companions(workdir, pretrained.companions())
-            yield run
+            with distributed.closing_is_bounded():
+                yield run
 
 
 def _check_latest(config: Config, workdir: Path, *, checkpoints, corpus: Corpus) -> int | None:
@@ -112,7 +115,8 @@ class Run:
     """The parts of a run, and what the loop asks of them.
 
     config: as the user wrote it; the plan's has what the data adds. stops: whether any process was
-    told to stop. pretrained: the first weights, if config.init_from names some.
+    told to stop. interrupted: whether this one was, and how. pretrained: the first weights, if
+    config.init_from names some.
     """
 
     config: Config
@@ -122,6 +126,7 @@ class Run:
     workdir: Path
     command: str
     stops: Callable[[], bool]
+    interrupted: Interrupts
     pretrained: ModelFolder | None = None
 
     @functools.cached_property
@@ -198,6 +203,10 @@ class Run:
             text = sample_text(self.plan, state, tokenizer=self.corpus.tokenizer)
         log.info("sample (temperature %g):\n%s", self.config.sample.temperature, text)
         return text
+
+    def exit_code(self) -> int:
+        """Of a run that was stopped: the same on each process, though one alone was told."""
+        return int(distributed.largest([self.interrupted.code])[0])
 
     # What it tells.
 

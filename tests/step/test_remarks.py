@@ -1,5 +1,7 @@
 """What is said before the first step about what works and costs."""
 
+from typing import Any
+
 import pytest
 
 from jaxscale.config import Exchange
@@ -59,11 +61,9 @@ def test_bytes_are_those_of_compiled_updates():
         def head_dim(self):
             return 128
 
-    sent = module._tensor_bytes(
-        Of(fsdp=8, tensor=8, batch_size=128, seq_len=8192, model_dim=8192, num_layers=80)
-    )
+    plan: Any = Of(fsdp=8, tensor=8, batch_size=128, seq_len=8192, model_dim=8192, num_layers=80)
+    sent = module._tensor_bytes(plan)
     assert sent == pytest.approx(1810e9, rel=0.01)
-    sent = module._context_bytes(
-        Of(context=4, batch_size=1, seq_len=131_072, num_heads=32, num_kv_heads=8, num_layers=1)
-    )
+    plan = Of(context=4, batch_size=1, seq_len=131_072, num_heads=32, num_kv_heads=8, num_layers=1)
+    sent = module._context_bytes(plan)
     assert sent == pytest.approx(1509e6, rel=0.01)

@@ -33,12 +33,14 @@ from jaxscale.config import (
     from_json,
 )
 from jaxscale.data.loader import Corpus
+from jaxscale.launch import EXIT_AGAIN
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
 from jaxscale.train import run
 from jaxscale.train.loop import Outcome, train
 from jaxscale.train.recorder import NonFiniteError, still
+from jaxscale.train.stop import Interrupts
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "scripts" / "train.py")
@@ -260,17 +262,17 @@ def test_killed_at_any_moment_the_same_command_gives_the_same_losses_bit_for_bit
     assert eval_losses(tmp_path) == eval_losses(undisturbed)
 
 
-def test_interrupted_it_saves_exits_with_130_and_the_command_it_names_continues_bit_for_bit(
+def test_interrupted_it_saves_and_the_command_it_names_continues_bit_for_bit(
     start, undisturbed, tmp_path
 ):
-    def interrupted(step, signum):
+    def interrupted(step, signum, *, code):
         child = start(tmp_path, "--config.checkpoint.every=0", holds=f"step {step}")
         child.wait_for(f"held at step {step}")
         child.process.send_signal(signum)
         child.go_on()
-        return child.process.args, child.finish(130)
+        return child.process.args, child.finish(code)
 
-    arguments, output = interrupted(3, signal.SIGINT)
+    arguments, output = interrupted(3, signal.SIGINT, code=130)
     step, command = found(r"stopped at step (\d+) of 12 and saved; continue with: (.*)", output)
     assert int(step) == 3 and saved_steps(tmp_path) == [3]
     # The whole command, its settings included, for a shell in any folder.
@@ -278,9 +280,11 @@ def test_interrupted_it_saves_exits_with_130_and_the_command_it_names_continues_
     assert folder == os.getcwd() and words == arguments[5:]
     assert os.path.join(folder, python) == sys.executable
 
-    _, output = interrupted(5, signal.SIGTERM)
-    assert "SIGTERM: finishing the step and saving" in output
-    assert saved_steps(tmp_path)[-1] == 5
+    # A scheduler's signals: the exit code by which it starts the job again.
+    for number, signum in ((5, signal.SIGTERM), (6, signal.SIGUSR1)):
+        _, output = interrupted(number, signum, code=EXIT_AGAIN)
+        assert f"{signum.name}: finishing the step and saving" in output
+        assert saved_steps(tmp_path)[-1] == number
     start(tmp_path).finish()
     assert losses(tmp_path) == losses(undisturbed)
 
@@ -296,7 +300,7 @@ def test_a_second_ctrl_c_stops_at_once(start, tmp_path):
     child.finish(-signal.SIGINT)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.usefixtures("sigint_by_default")
 def test_interrupted_before_the_first_step_it_stops_there(text, tmp_path, monkeypatch, signum):
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -349,7 +353,7 @@ def test_two_processes_stop_together_when_one_is_told_and_train_like_one(
     both[1].process.send_signal(signal.SIGTERM)  # the one that does not lead
     for child in both:
         child.go_on()
-    outputs = [child.finish(130) for child in both]
+    outputs = [child.finish(EXIT_AGAIN) for child in both]
     step = int(found(r"stopped at step (\d+) of 12 and saved", outputs[0])[0])
     assert 3 <= step < 12 and step in saved_steps(tmp_path)
     assert "stopped at" not in outputs[1]  # one of them speaks
@@ -582,7 +586,9 @@ def test_without_checkpoints_nothing_is_saved_and_no_continuation_is_promised(
     assert saved_steps(tmp_path) == []
     assert "train on with" not in ended.said and "checkpoints/" not in ended.said
 
-    monkeypatch.setattr(run, "interrupts", lambda: contextlib.nullcontext(lambda: True))
+    told = Interrupts()
+    told.code = 130
+    monkeypatch.setattr(run, "interrupts", lambda: contextlib.nullcontext(told))
     stopped = tell(run_config(text, steps=3, checkpoint=off), tmp_path)
     assert "not saved (config.checkpoint.enabled=False); start again with" in stopped.said
 

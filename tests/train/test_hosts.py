@@ -1,0 +1,222 @@
+"""A run of four processes is that of one: its losses, its checkpoints, and its end if one is lost.
+
+By scripts/launch_local.py, over gloo.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxscale import command_line
+from jaxscale.config import (
+    CheckpointConfig,
+    EvalConfig,
+    LogConfig,
+    MeshConfig,
+    SampleConfig,
+)
+from jaxscale.launch import EXIT_AGAIN
+from jaxscale.train.loop import train
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 600
+# float32, sums in another order: gloo's, or those of another mesh.
+LOSS_RTOL = 1e-5
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory, write_small_config):
+    return write_small_config(tmp_path_factory.mktemp("text"), batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def config(config_file):
+    return dataclasses.replace(
+        command_line.read_config([f"--config={config_file}", "--config.schedule.warmup_steps=2"]),
+        steps=12,
+        checkpoint=CheckpointConfig(every=4, keep_last=9),
+        evaluation=EvalConfig(batches=1),
+        log=LogConfig(tensorboard=False),
+        sample=SampleConfig(tokens=0),
+    )
+
+
+@pytest.fixture(scope="module")
+def launched(config_file):
+    """`launched(4, workdir, "--config.x=y")`: its processes, of two devices each."""
+
+    def launched(num, workdir, *settings, config=config_file):
+        command = [sys.executable, "scripts/launch_local.py", "-n", str(num), "--cpu-devices=2"]
+        command += ["--", "scripts/train.py", f"--config={config}", f"--workdir={workdir}"]
+        command += [
+            "--config.steps=12",
+            "--config.schedule.warmup_steps=2",
+            "--config.checkpoint.every=4",
+            "--config.checkpoint.keep_last=9",
+            "--config.evaluation.batches=1",
+            "--config.log.tensorboard=False",
+            "--config.sample.tokens=0",
+            *settings,
+        ]
+        output = Path(workdir).with_suffix(".txt").open("w")
+        with output:
+            return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output), output.name
+
+    return launched
+
+
+def finish(started, code=0):
+    """All that it printed, once it has ended with that code."""
+    process, name = started
+    try:
+        returned = process.wait(PATIENCE)
+    finally:
+        process.kill()
+    output = Path(name).read_text()
+    assert returned == code, output
+    return output
+
+
+def losses(workdir):
+    path = Path(workdir) / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    pairs = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def assert_close(mine, theirs):
+    assert list(mine) == list(theirs) == list(range(1, 13))
+    np.testing.assert_allclose(list(mine.values()), list(theirs.values()), rtol=LOSS_RTOL)
+
+
+@pytest.fixture(scope="module")
+def of_one(config, tmp_path_factory):
+    """The workdir of a run of one process, on eight devices."""
+    workdir = tmp_path_factory.mktemp("one")
+    train(config, workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def of_four(launched, tmp_path_factory):
+    """The workdir of the same run of four processes, and what they printed."""
+    workdir = tmp_path_factory.mktemp("four") / "run"
+    return workdir, finish(launched(4, workdir))
+
+
+def test_four_processes_train_like_one(of_four, of_one):
+    workdir, output = of_four
+    assert "[0] jax " in output and "on cpu: 8 x cpu, 4 processes" in output
+    assert_close(losses(workdir), losses(of_one))
+    (command,) = re.findall(r"train on with: (.*)", output)
+    assert "scripts/launch_local.py -n 4" in command and command.endswith("--config.steps=24")
+
+
+def from_step_four(source, workdir):
+    """A copy of the workdir as it was when step 4 had been saved."""
+    shutil.copytree(source, workdir)
+    for newer in (8, 12):
+        shutil.rmtree(workdir / "checkpoints" / str(newer))
+    return workdir
+
+
+def test_what_four_saved_two_go_on_with_on_another_mesh(of_four, of_one, launched, tmp_path):
+    workdir = from_step_four(of_four[0], tmp_path / "run")
+    mesh = ("--config.mesh.data=2", "--config.mesh.fsdp=1", "--config.mesh.tensor=2")
+    output = finish(launched(2, workdir, *mesh))
+    assert "continuing from the checkpoint of step 4" in output
+    assert "on cpu: 4 x cpu, 2 processes" in output
+    assert_close(losses(workdir), losses(of_one))
+
+
+def test_what_four_saved_one_goes_on_with_on_another_mesh(of_four, of_one, config, tmp_path):
+    workdir = from_step_four(of_four[0], tmp_path / "run")
+    mesh = MeshConfig(data=2, fsdp=2, tensor=2)
+    train(dataclasses.replace(config, mesh=mesh), workdir)
+    assert_close(losses(workdir), losses(of_one))
+
+
+def children(pid):
+    """The processes of a launcher, in their order."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+def wait_for_step(started, workdir, step):
+    deadline = time.monotonic() + PATIENCE
+    while max(losses(workdir), default=0) < step:
+        assert started[0].poll() is None, Path(started[1]).read_text()
+        assert time.monotonic() < deadline, Path(started[1]).read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_process_that_is_killed_is_named_by_the_others_and_the_run_ends(launched, tmp_path, lost):
+    workdir = tmp_path / "run"
+    settings = ("--config.batch_size=12", "--config.mesh.data=6", "--config.mesh.fsdp=1")
+    started = launched(3, workdir, "--config.steps=10000", *settings)
+    wait_for_step(started, workdir, 3)
+    os.kill(children(started[0].pid)[lost], signal.SIGKILL)
+    killed_at = time.monotonic()
+    output = finish(started, code=137)
+    assert time.monotonic() - killed_at < 30
+    for other in {0, 1, 2} - {lost}:
+        named = rf"^\[{other}\] error: process {lost} \(host .*, pid \d+\) vanished: killed.*; "
+        named += rf"continue with: cd .* scripts/launch_local.py -n 3 .* --workdir={workdir} "
+        assert re.search(named, output, re.MULTILINE), output
+    assert f"launch_local: process {lost} was killed by SIGKILL" in output
+    assert "Traceback" not in output
+
+
+def test_a_signal_stops_all_processes_at_the_same_step(launched, tmp_path):
+    workdir = tmp_path / "run"
+    started = launched(2, workdir, "--config.steps=10000")
+    wait_for_step(started, workdir, 2)
+    os.kill(children(started[0].pid)[1], signal.SIGTERM)  # one alone, and not the lead
+    output = finish(started, code=EXIT_AGAIN)
+    (step,) = re.findall(r"^\[0\] stopped at step (\d+) of 10000 and saved", output, re.MULTILINE)
+    assert (workdir / "checkpoints" / step).is_dir() and max(losses(workdir)) == int(step)
+
+
+# At step 3 process 1 alone cannot go on, and what it closes waits for the others.
+FAULT = """
+import os, time
+from jaxscale import distributed
+from jaxscale.checkpoint.checkpointer import Checkpointer
+from jaxscale.train.recorder import Recorder
+
+def step(self, number, metrics, original=Recorder.step):
+    if number == 3 and os.environ["JAXSCALE_PROCESS_ID"] == "1":
+        Checkpointer.close = lambda self: time.sleep(3600)
+        raise OSError(5, "Input/output error", "/data/corpus.bin")
+    return original(self, number, metrics)
+
+Recorder.step = step
+distributed.CLOSING_SECONDS = 1.0
+"""
+
+
+def test_a_process_that_fails_alone_ends_the_others_with_its_own_words(
+    launched, config_file, tmp_path
+):
+    faulty = tmp_path / "faulty.py"
+    faulty.write_text(FAULT + config_file.read_text())
+    output = finish(launched(2, tmp_path / "run", config=faulty), code=1)
+    words = re.escape("failed: [Errno 5] Input/output error: '/data/corpus.bin'")
+    assert re.search(rf"^\[0\] error: process 1 \(host .*\) {words}", output, re.MULTILINE), output
+    assert "[1] OSError: [Errno 5] Input/output error: '/data/corpus.bin'" in output
+    assert "launch_local: process 1 ended with exit code 1, the first to fail" in output

@@ -1,0 +1,137 @@
+"""A signal ends a run at any moment: before it trains at once, without a traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxscale.launch import EXIT_AGAIN
+from jaxscale.train import stop
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 600
+
+
+def wait_until_caught(process, signum):
+    """Until the process has a handler of its own for it."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        (line,) = (line for line in status.splitlines() if line.startswith("SigCgt:"))
+        if int(line.split()[1], 16) >> (signum - 1) & 1:
+            return
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.4, 0.8, 1.2, 2.0, 3.0])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_first_seconds_ends_the_run_without_a_traceback(
+    spawn, sigint_by_default, write_small_config, tmp_path, seconds, signum
+):
+    config = write_small_config(tmp_path, batch_size=8)
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), f"--config={config}"]
+    process = spawn(
+        [*command, f"--workdir={tmp_path / 'run'}", "--config.checkpoint.every=0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    wait_until_caught(process, signal.SIGTERM)
+    time.sleep(seconds)
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == (130 if signum == signal.SIGINT else EXIT_AGAIN), output
+    assert "Traceback" not in output and "KeyboardInterrupt" not in output, output
+
+
+# What holds the main thread in C, or swallows what a handler raises.
+HOLDS = {
+    "in C": """
+mutex = ctypes.create_string_buffer(64)  # locked twice, it waits for itself
+for _ in range(2):
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+""",
+    "that swallows": """
+while True:
+    try:
+        time.sleep(1)
+    except BaseException:
+        pass
+""",
+}
+HELD = """
+import ctypes, time
+from jaxscale.train import stop
+stop.end_at_once()
+{phase}
+print("ready", flush=True)
+{hold}
+"""
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("phase", ["", "stop.end_in_order()"])
+def test_no_code_holds_the_end_up(spawn, sigint_by_default, hold, phase):
+    code = HELD.format(hold=HOLDS[hold], phase=phase)
+    process = spawn([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE) == EXIT_AGAIN
+
+
+ORDERLY = """
+import atexit, sys, threading, time
+from jaxscale.train import stop
+stop.end_at_once()
+stop.end_in_order()
+print("ready", flush=True)
+try:
+    time.sleep(600)
+finally:
+    print("tidied up", flush=True)
+"""
+
+
+def test_before_training_temporary_files_can_be_removed(spawn):
+    process = spawn([sys.executable, "-c", ORDERLY], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(PATIENCE) == EXIT_AGAIN
+    assert process.stdout.read() == "tidied up\n"
+
+
+FORKING = """
+import os, signal, time
+from jaxscale.train import stop
+stop.end_at_once()
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+time.sleep(0.2)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+time.sleep(0.5)
+"""
+
+
+def test_a_forked_child_that_is_ended_does_not_end_its_parent():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stdout) == (0, f"{-signal.SIGTERM}\n"), done.stderr
+
+
+def test_a_user_who_stops_a_run_wins_over_a_scheduler_that_does(sigint_by_default):
+    with stop.interrupts() as noted:
+        assert not noted() and noted.code == 0
+        for signum, code in ((signal.SIGTERM, EXIT_AGAIN), (signal.SIGINT, 130)):
+            signal.signal(signal.SIGINT, noted.note)  # after the first it would end this process
+            threading.Thread(target=os.kill, args=(os.getpid(), signum)).start()
+            deadline = time.monotonic() + PATIENCE
+            while noted.code != code and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert noted() and noted.code == code

@@ -71,8 +71,9 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients):
     # Stages of a pipeline share the vocabulary too, each within its own region.
     vocab_axes = shd.mesh_axes("vocab", with_manual=True)
     token_axes = shd.mesh_axes("batch seq")
-    # Sequence parallelism: x comes in parts, and its gradient goes so. Of a sum over the vocabulary
-    # each device gets its part; over stages, which may be on other hosts, the parts alone are sent.
+    # Sequence parallelism: x comes in parts, and its gradient goes so. A chunk has as many tokens
+    # of each part, so that x is whole a chunk at a time, and of a sum over the vocabulary each
+    # device gets its part. Over stages, which may be on other hosts, those alone are sent.
     sequence_axes = tuple(a for a in shd.mesh_axes("residual_seq") if a not in shd.mesh_axes("seq"))
     if not set(sequence_axes) <= set(vocab_axes):
         sequence_axes = ()
@@ -82,26 +83,31 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients):
 
     def local(x_BSD, head_DV, targets_BS):
         head_DV = head_DV.astype(options.dtype)
-        if sequence_axes:
-            x_BSD = jax.lax.all_gather(x_BSD, sequence_axes, axis=1, tiled=True)
         if embed_axes:
             head_DV = jax.lax.all_gather(head_DV, embed_axes, axis=0, tiled=True)
-        tokens, dim = targets_BS.size, x_BSD.shape[-1]
-        num_chunks, size = _chunks(tokens)
+        rows, part, dim = x_BSD.shape
+        num_parts, tokens = targets_BS.shape[1] // part, rows * part
+        num_chunks, size = _chunks(tokens, num_parts=num_parts)
         padding = num_chunks * size - tokens
         x_TD = jnp.pad(x_BSD.reshape(-1, dim), ((0, padding), (0, 0)))
-        targets_T = jnp.pad(targets_BS.reshape(-1), (0, padding), constant_values=-1)
-        chunks = (x_TD.reshape(num_chunks, size, dim), targets_T.reshape(num_chunks, size))
+        targets = targets_BS.reshape(rows, num_parts, part).swapaxes(0, 1).reshape(num_parts, -1)
+        targets = jnp.pad(targets, ((0, 0), (0, padding)), constant_values=-1)
+        targets = targets.reshape(num_parts, num_chunks, size).swapaxes(0, 1)
+        chunks = (x_TD.reshape(num_chunks, size, dim), targets.reshape(num_chunks, -1))
 
         def step(carry, chunk):
             loss, dhead_DV = carry
             x_TD, targets_T = chunk
+            if sequence_axes:
+                x_TD = jax.lax.all_gather(x_TD, sequence_axes, axis=0, tiled=True)
             chunk_loss, dlogits_TV = _chunk(
                 x_TD, head_DV, targets_T, options=options, vocab_axes=vocab_axes
             )
             if not with_gradients:
                 return (loss + chunk_loss, dhead_DV), None
             dx_TD = jnp.einsum("TV,DV->TD", dlogits_TV, head_DV)
+            if sequence_axes:
+                dx_TD = jax.lax.psum_scatter(dx_TD, sequence_axes, scatter_dimension=0, tiled=True)
             dhead_DV += jnp.einsum(
                 "TD,TV->DV", x_TD, dlogits_TV, preferred_element_type=jnp.float32
             )
@@ -114,16 +120,13 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients):
         loss = jax.lax.psum(loss, token_axes) if token_axes else loss
         if not with_gradients:
             return (loss,)
-        dx_BSD = dx.reshape(-1, dim)[:tokens].reshape(x_BSD.shape)
-        if sequence_axes:
-            dx_BSD = jax.lax.psum_scatter(dx_BSD, sequence_axes, scatter_dimension=1, tiled=True)
         if left := tuple(axis for axis in vocab_axes if axis not in sequence_axes):
-            dx_BSD = jax.lax.psum(dx_BSD, left)
+            dx = jax.lax.psum(dx, left)
         if embed_axes:
             dhead_DV = jax.lax.psum_scatter(dhead_DV, embed_axes, scatter_dimension=0, tiled=True)
         if replicated := tuple(axis for axis in token_axes if axis not in embed_axes):
             dhead_DV = jax.lax.psum(dhead_DV, replicated)
-        return loss, dx_BSD, dhead_DV
+        return loss, dx.reshape(-1, dim)[:tokens].reshape(x_BSD.shape), dhead_DV
 
     x_axes = f"batch {'residual_seq' if sequence_axes else 'seq'} act_embed"
     x_BSD = shd.constrain(x_BSD, x_axes)
@@ -166,10 +169,10 @@ def _capped(logits, cap: float | None):
     return logits32 if cap is None else cap * jnp.tanh(logits32 / cap)
 
 
-def _chunks(tokens: int) -> tuple[int, int]:
-    """The fewest chunks of at most CHUNK_TOKENS, and their size.
+def _chunks(tokens: int, *, num_parts: int) -> tuple[int, int]:
+    """The fewest chunks of at most CHUNK_TOKENS, and how many of a part's tokens each has.
 
     The last is padded by less than a token a chunk.
     """
-    num_chunks = -(-tokens // CHUNK_TOKENS)
+    num_chunks = -(-tokens * num_parts // CHUNK_TOKENS)
     return num_chunks, -(-tokens // num_chunks)

@@ -95,8 +95,16 @@ def test_no_float32_logits_of_the_batch_are_held(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "chunks"),
-    [(8192, (2, 4096)), (4096, (1, 4096)), (6000, (2, 3000)), (8191, (2, 4096)), (7, (1, 7))],
+    ("tokens", "num_parts", "chunks"),
+    [
+        (8192, 1, (2, 4096)),
+        (4096, 1, (1, 4096)),
+        (6000, 1, (2, 3000)),
+        (8191, 1, (2, 4096)),
+        (7, 1, (1, 7)),
+        (2048, 4, (2, 1024)),
+        (7, 4, (1, 7)),
+    ],
 )
-def test_chunks_are_few_and_even(tokens, chunks):
-    assert loss._chunks(tokens) == chunks
+def test_chunks_are_few_and_even(tokens, num_parts, chunks):
+    assert loss._chunks(tokens, num_parts=num_parts) == chunks

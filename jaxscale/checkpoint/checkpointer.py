@@ -13,6 +13,7 @@ nothing. So a step is written beside its final name, checksummed, and only then 
 evaluation may read while a run writes.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ from jaxscale import distributed
 from jaxscale.checkpoint import checksums
 from jaxscale.checkpoint import leaves as state_leaves
 from jaxscale.checkpoint.folders import StepFolders
+from jaxscale.checkpoint.quiet import quieten_orbax, without_late_writes
 from jaxscale.files import require_writable, write_atomically
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,14 @@ STATE, METADATA, CHECKSUMS = "state", "metadata.json", checksums.NAME
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is damaged, or a save that failed. Nothing the user typed."""
+    """A checkpoint that is damaged, or a save that failed. Nothing the user typed.
+
+    step: of the save that failed.
+    """
+
+    def __init__(self, message: str, *, step: int | None = None):
+        super().__init__(message)
+        self.step = step
 
 
 class Checkpointer:
@@ -69,7 +78,9 @@ class Checkpointer:
         self._pending_step = -1
         if keep_last:
             _check_writable(self._folder)
-        _quieten_orbax()
+        quieten_orbax()
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(without_late_writes())
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # Without compression a save of random float32 takes half the time; the files are 9% larger.
         self._orbax = ocp.AsyncCheckpointer(
@@ -80,8 +91,13 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
+        try:
+            self.close()
+        except CheckpointError as error:
+            if kind is None:
+                raise
+            log.error("%s", error)  # what ends the run is told as its error
 
     def save(self, step: int, state: Any, *, metadata: dict) -> bool:
         """Starts saving `state` as `step`, and returns True as soon as its arrays may be donated.
@@ -196,7 +212,10 @@ class Checkpointer:
             self.wait()
         finally:
             self._executor.shutdown()
-            self._orbax.close()
+            # Orbax raises the failure of a save once more, in words of its own.
+            with contextlib.suppress(Exception):
+                self._orbax.close()
+            self._quiet.close()
 
     # Saving, in the background.
 
@@ -260,7 +279,8 @@ class Checkpointer:
     def _save_error(self, step: int, error: BaseException) -> CheckpointError:
         return CheckpointError(
             f"saving step {step} to {self._folder} failed: {type(error).__name__}: {error}; "
-            "check that there is space and every host can write there"
+            "check that there is space and every host can write there",
+            step=step,
         )
 
     # Restoring.
@@ -275,9 +295,10 @@ class Checkpointer:
             defects = checksums.defects(folder, checksums.read(folder), names=[METADATA])
         except checksums.ChecksumError as error:
             defects = [str(error)]
-        if defects:
+        record = {} if defects else json.loads((folder / METADATA).read_bytes())
+        if defects := defects or _other_step(record, step):
             raise CheckpointError(f"checkpoint {folder}: {defects[0]}")
-        return json.loads((folder / METADATA).read_bytes())
+        return record
 
     def _has_record(self, step: int) -> bool:
         try:
@@ -312,6 +333,8 @@ class Checkpointer:
             by_size = sorted(files, key=lambda name: (-files[name][0], name))
             share = by_size[jax.process_index() :: jax.process_count()]
             defects = checksums.defects(folder, files, names=share)
+            if not defects and METADATA in files:
+                defects = _other_step(json.loads((folder / METADATA).read_bytes()), step)
         more = f" (and {len(defects) - 1} more files)" if len(defects) > 1 else ""
         said = distributed.every_process_says(defects[0] + more if defects else "")
         if defect := next(filter(None, said), None):
@@ -391,6 +414,14 @@ def _check_writable(folder: Path) -> None:
         ) from error
 
 
+def _other_step(record: dict, step: int) -> list[str]:
+    """A line if what is in the folder of this step was saved as another one."""
+    saved = record["step"]
+    if saved == step:
+        return []
+    return [f"it holds step {saved}, saved under that name; was the folder renamed?"]
+
+
 def _file_names(folder: Path) -> list[str]:
     """Every file under a step except the checksums themselves, as paths relative to it."""
     paths = (
@@ -430,15 +461,3 @@ def _metadata_to_json(value: Any) -> bytes:
 
 def _listed(steps: Iterable[int]) -> str:
     return ", ".join(str(step) for step in sorted(steps)) or "no steps"
-
-
-def _is_not_orbax_chatter(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING or "orbax" not in record.pathname
-
-
-def _quieten_orbax() -> None:
-    # Orbax logs some 60 lines per save at level INFO to absl's logger. A filter by file leaves its
-    # warnings and errors, and everybody else's absl messages, as they are.
-    logger = logging.getLogger("absl")
-    if _is_not_orbax_chatter not in logger.filters:
-        logger.addFilter(_is_not_orbax_chatter)

@@ -6,11 +6,14 @@
     1100.corrupt/      failed its checksums at a restore
     1250.superseded/   newer than a save made after the run went back
     1000.deleting/     no longer kept
+    1350.stray         a file, or a link to nothing, where a step goes
 
-Those that are put aside, corrupt and superseded, are never deleted here.
+Those that are put aside, corrupt, superseded and stray, are never deleted here. A link to a folder
+is read as that folder; where it would be deleted, the link is.
 """
 
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
@@ -48,11 +51,14 @@ class StepFolders:
 
     def clear(self) -> None:
         """Removes what a killed run or a failed save left behind. No save is in flight."""
+        for path in self._folder.glob("[0-9]*"):
+            if path.name.isdecimal() and not path.is_dir():
+                self._put_aside(path, f"{path.name}.stray")
         for path in self._folder.glob("*.saving"):
             log.info("removing %s: that save was cut short", path)
             _remove(path)
         for path in self._folder.glob("*.replaced"):
-            if path.with_suffix("").exists():
+            if path.with_suffix("").exists() or not path.is_dir():
                 _remove(path)
             else:
                 path.rename(path.with_suffix(""))
@@ -60,12 +66,14 @@ class StepFolders:
     def put_aside(self, step: int, why: str) -> None:
         """Renames a step so that no restore takes it; it is never deleted here."""
         source = self.of(step)
-        if not source.exists():
-            return
-        target, count = self._folder / f"{step}.{why}", 1
-        while target.exists():
+        if source.exists():
+            self._put_aside(source, f"{step}.{why}")
+
+    def _put_aside(self, source: Path, name: str) -> None:
+        target, count = self._folder / name, 1
+        while os.path.lexists(target):
             count += 1
-            target = self._folder / f"{step}.{why}-{count}"
+            target = self._folder / f"{name}-{count}"
         source.rename(target)
         log.warning(
             "renamed checkpoint %s to %s; delete it when you no longer need it", source, target.name
@@ -95,9 +103,11 @@ class StepFolders:
                 self.of(step).rename(self._folder / f"{step}.deleting")
         for path in self._folder.glob("*.deleting"):
             # NFS keeps files that others hold open: what stays is tried again after the next save.
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path, ignore_errors=True)
 
 
-def _remove(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
+def _remove(path: Path, *, ignore_errors: bool = False) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path, ignore_errors=ignore_errors)

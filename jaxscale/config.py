@@ -140,6 +140,13 @@ class DataFormat(enum.StrEnum):
     ARROW = "arrow"
 
 
+class OnCorruption(enum.StrEnum):
+    """What a run does about a block of its store that is not as it was written."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
 THE_REST = (-1, "for the rest")
 
 
@@ -240,6 +247,9 @@ class DataConfig:
     # Batches read ahead, and the threads that read them.
     prefetch: int = number(least=1, most=1000, default=4)
     threads: int = number(least=1, most=1000, default=2)
+    # With a store that has checksums, as conversion writes them. STOP: the run ends, naming the
+    # file. SKIP: rows that a damaged block is part of count in no loss.
+    on_corruption: OnCorruption = OnCorruption.STOP
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

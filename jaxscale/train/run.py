@@ -67,6 +67,7 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
         pretrained = open_pretrained(config) if latest is None else None
         enable_compilation_cache()
         plan = plan_of_run(config, corpus=corpus)
+        corpus.check_in_background(part=jax.process_index(), parts=jax.process_count())
         log.info(describe(plan, corpus))
         platform = plan.mesh.devices.flat[0].platform
         if settings := options.describe(plan.compiler_options, config, platform=platform):

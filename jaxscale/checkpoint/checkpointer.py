@@ -18,8 +18,9 @@ import json
 import logging
 import os
 import re
+import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from jaxscale.checkpoint import checksums
 from jaxscale.checkpoint import leaves as state_leaves
 from jaxscale.checkpoint.folders import StepFolders
 from jaxscale.checkpoint.quiet import quieten_orbax, without_late_writes
-from jaxscale.files import require_writable, write_atomically
+from jaxscale.files import require_writable, sync, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,9 @@ class Checkpointer:
         self._folder = Path(folder).absolute()
         self._steps = StepFolders(self._folder)
         self._keep_last, self._keep_every = keep_last, keep_every
+        # For `tiers.py`: called with a step that has its name; and steps that must not be deleted.
+        self.on_published: Callable[[int], None] = lambda step: None
+        self.pinned: set[int] = set()
         self._defects: dict[int, str] = {}
         self._pending: Future | None = None
         self._pending_step = -1
@@ -127,15 +131,17 @@ class Checkpointer:
         self._pending = self._executor.submit(self._finish, step, saving)
         return True
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
+    def restore(
+        self, abstract_state: Any, step: int | None = None, *, before: int | None = None
+    ) -> tuple[int, Any, dict] | None:
         """Returns (step, state, metadata) of the newest sound step, or of `step`.
 
-        None when the folder has no step. abstract_state: a pytree of jax.ShapeDtypeStruct with
-        shardings, or a function of a step's leaves and metadata that gives it; the arrays come out
-        in exactly these shardings and dtypes, whatever layout they were saved in (floats are
-        converted, one log line says so). Every byte is read and compared
-        with its checksum first, before anything goes to a device; the processes share that work.
-        A damaged step is logged and passed over; save() later renames it `.corrupt`.
+        before: of the newest below this one. None when there is no such step. abstract_state: a
+        pytree of jax.ShapeDtypeStruct with shardings, or a function of a step's leaves and metadata
+        that gives it; the arrays come out in exactly these shardings and dtypes, whatever layout
+        they were saved in (floats are converted, one log line says so). Every byte is read and
+        compared with its checksum first, before anything goes to a device; the processes share that
+        work. A damaged step is logged and passed over; save() later renames it `.corrupt`.
         Raises CheckpointError when `step`, or every step, is damaged; ValueError when `step` does
         not exist or the leaves differ. Call on every process.
         """
@@ -147,6 +153,7 @@ class Checkpointer:
         if step is not None and step not in steps:
             raise ValueError(f"step={step} is not in {self._folder}; it holds {_listed(steps)}")
         candidates = steps if step is None else [step]
+        candidates = [c for c in candidates if before is None or c < before]
         for candidate in candidates:
             if self._is_sound(candidate):
                 wanted = self._asked(abstract_state, candidate)
@@ -192,6 +199,35 @@ class Checkpointer:
         Raises ValueError when `step` does not exist, CheckpointError when it is damaged.
         """
         return self._record(step)["metadata"]
+
+    def steps(self) -> list[int]:
+        """Those that have a whole folder, as this process sees it and as far as its name tells."""
+        return sorted(self._steps.all())
+
+    def folder_of(self, step: int) -> Path:
+        """Where a step is, or would be."""
+        return self._steps.of(step)
+
+    def adopt(self, step: int, source: Path) -> int:
+        """Copies a whole step in, and gives it its name once it is as its checksums say.
+
+        Returns its bytes. Raises CheckpointError. On the lead alone; no save is in flight.
+        """
+        saving = self._steps.saving(step)
+        try:
+            self._put_damaged_aside()
+            self._steps.clear()
+            shutil.copytree(source, saving)
+            files = checksums.read(saving)
+            for name in (*files, CHECKSUMS):
+                sync(saving / name)
+            if defects := checksums.defects(saving, files, names=files):
+                raise OSError(f"the copy is not what was copied: {defects[0]}")
+            self._steps.publish(step)
+        except (OSError, shutil.Error, checksums.ChecksumError) as error:
+            raise self._save_error(step, error) from error
+        self._retire(step)
+        return sum(size for size, _ in files.values())
 
     def wait(self) -> None:
         """Waits for the save in flight. Raises CheckpointError if it failed.
@@ -274,7 +310,13 @@ class Checkpointer:
             write_seconds,
             time.monotonic() - begin,
         )
-        self._steps.retire(step, keep_last=self._keep_last, keep_every=self._keep_every)
+        self.on_published(step)
+        self._retire(step)
+
+    def _retire(self, step: int) -> None:
+        self._steps.retire(
+            step, keep_last=self._keep_last, keep_every=self._keep_every, pinned=self.pinned
+        )
 
     def _save_error(self, step: int, error: BaseException) -> CheckpointError:
         return CheckpointError(

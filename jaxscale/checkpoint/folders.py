@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from jaxscale.checkpoint import checksums
@@ -89,7 +90,9 @@ class StepFolders:
         sync(self._folder)
         _remove(replaced)
 
-    def retire(self, newest: int, *, keep_last: int, keep_every: int) -> None:
+    def retire(
+        self, newest: int, *, keep_last: int, keep_every: int, pinned: Collection[int] = ()
+    ) -> None:
         """Puts steps beyond the newest aside, and deletes older ones that are not to be kept."""
         whole = sorted(
             step for step, path in self.all().items() if (path / checksums.NAME).exists()
@@ -98,7 +101,7 @@ class StepFolders:
             if step > newest:
                 self.put_aside(step, "superseded")
         for step in [step for step in whole if step <= newest][:-keep_last]:
-            if not keep_every or step % keep_every:
+            if step not in pinned and (not keep_every or step % keep_every):
                 # Renamed first: a kill in the middle leaves no half of a step under its name.
                 self.of(step).rename(self._folder / f"{step}.deleting")
         for path in self._folder.glob("*.deleting"):

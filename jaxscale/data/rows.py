@@ -144,6 +144,14 @@ class TokenRows:
             self._leave_out(batch, is_left_out)
         return batch
 
+    def documents(self, indices: ArrayLike) -> list[list[int]]:
+        """The first and last document of the store in each piece of these samples' rows."""
+        begins, ends = self._pieces(self._starts(np.asarray(indices, np.int64)))
+        offsets, is_filled = self.dataset.document_offsets, begins < ends
+        first = np.searchsorted(offsets, begins[is_filled], side="right") - 1
+        last = np.searchsorted(offsets, ends[is_filled] - 1, side="right") - 1
+        return np.stack([first, last], axis=1).tolist()
+
     def _starts(self, indices: np.ndarray) -> np.ndarray:
         """Where each row begins in the store, int64 [rows]."""
         if indices.size and indices.min() < 0:

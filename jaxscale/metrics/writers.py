@@ -139,6 +139,8 @@ class ConsoleWriter:
         if record["step"] == 0:  # the start is told in words
             return
         now = self._clock()
+        if "goodput" in record or "checkpoint_stall_seconds" in record:
+            return  # told at the end
         if "loss" not in record:
             self._print_line("  ".join(f"{name} {_short(value)}" for name, value in record.items()))
             return
@@ -266,6 +268,15 @@ def _put_aside(path: Path, last_step: int, *, resume_step: int) -> None:
         )
     else:
         log.warning("%s held other records; they are in %s now", path, kept.name)
+
+
+def last_step(path: Path) -> int:
+    """The last step that a metrics.jsonl has a record of; 0 if there is none."""
+    try:
+        with open(path, "rb") as file:
+            return max((_step_of(line) or 0 for line in file), default=0)
+    except OSError:
+        return 0
 
 
 def _step_of(line: bytes) -> int | None:

@@ -145,6 +145,13 @@ class DataFormat(enum.StrEnum):
     ARROW = "arrow"
 
 
+class OnCorruption(enum.StrEnum):
+    """What a run does about a block of its store that is not as it was written."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
 THE_REST = (-1, "for the rest")
 
 
@@ -251,6 +258,9 @@ class DataConfig:
     # Batches read ahead, and the threads that read them.
     prefetch: int = number(least=1, most=1000, default=4)
     threads: int = number(least=1, most=1000, default=2)
+    # With a store that has checksums, as conversion writes them. STOP: the run ends, naming the
+    # file. SKIP: rows that a damaged block is part of count in no loss.
+    on_corruption: OnCorruption = OnCorruption.STOP
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -260,8 +270,30 @@ class CheckpointConfig:
     # Steps between checkpoints; 0: only at the end.
     every: int = number(least=0, default=1000)
     keep_last: int = number(least=1, default=2)
+    # Minutes between checkpoints, besides `every`; 0: none.
+    every_minutes: float = number(least=0, default=0.0)
     # Checkpoints of steps divisible by this are kept for good; 0: none.
     keep_every: int = number(least=0, default=0)
+    # A folder on a fast disk of this host: checkpoints are written there, and copied to the workdir
+    # while the run goes on. Empty: they are written to the workdir. For runs of one host.
+    local: str = ""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class BadStepsConfig:
+    """A step whose loss or gradient is not finite, or whose loss is a spike: its update is skipped.
+
+    The run stops after so many in a row.
+    """
+
+    stop_after: int = number(least=1, default=5)
+    # A loss is a spike that is above the median of the last `window` by more than so many of their
+    # standard deviations (1.4826 times the median deviation, at least 1% of the median); 0: none.
+    spike: float = number(least=0, default=0.0)
+    window: int = number(least=8, most=100_000, default=128)
+    # Instead of stopping: the last checkpoint before those steps is restored, and the batches since
+    # are left out; so many times at most.
+    roll_back: int = number(least=0, default=0)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -336,6 +368,7 @@ class Config:
     context: ContextConfig = dataclasses.field(default_factory=ContextConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    bad_steps: BadStepsConfig = dataclasses.field(default_factory=BadStepsConfig)
     evaluation: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
@@ -388,6 +421,12 @@ def _validate_options(config: Config) -> None:
         "init_from",
         value=config.init_from,
         fix="write hf:DIR, a folder with config.json and *.safetensors",
+    )
+    _require(
+        config.bad_steps.roll_back == 0 or config.checkpoint.enabled,
+        "bad_steps.roll_back",
+        value=config.bad_steps.roll_back,
+        fix="there is nothing to go back to with config.checkpoint.enabled=False; set it to 0",
     )
     start, steps = config.profile.start, config.profile.steps
     _require(

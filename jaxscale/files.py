@@ -68,9 +68,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     sync(path.parent)
 
 
-def sync(folder: Path) -> None:
-    """Makes the renames in a folder last through a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Makes what a file holds, or the renames in a folder, last through a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -348,6 +348,7 @@ def test_the_metrics_of_another_run_stay_beside(command, folder):
     assert "they are in metrics.jsonl.old now" in answer.out
     assert (workdir / "metrics.jsonl.old").read_bytes() == b"\x00\xff binary\n" * 3
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    records = [record for record in records if "loss" in record or "eval_loss" in record]
     assert [record["step"] for record in records] == [0, 1, 2, 3, 4, 4]
 
 
@@ -390,6 +391,69 @@ def test_a_workdir_that_cannot_be_written_is_refused(command, folder):
     (folder / "half").mkdir()
     (folder / "half" / "config.json").write_text('{"steps": ')
     assert_mistake(command(workdir="half"), "config.json is not a JSON object", "move it away")
+
+
+# What stands where a workdir's config.json does -> what is told of it.
+BROKEN_WORKDIRS = {
+    '{"model": 3}': "is no config of a run: model is 3",
+    '{"model": {}, "optim": [1], "data": {}}': "is no config of a run: optim is [1]",
+    "[" * 100_000: "is not a JSON object",
+    "null": "is not a JSON object",
+    "a folder": "cannot be read (Is a directory)",
+    "a link to nothing": "cannot be read (No such file or directory)",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN_WORKDIRS, ids=lambda text: text[:40])
+def test_a_broken_config_json_of_a_workdir_is_named(command, trained, tmp_path, text):
+    workdir = shutil.copytree(trained, tmp_path / "run")
+    path = workdir / "config.json"
+    path.unlink()
+    if text == "a folder":
+        path.mkdir()
+    elif text == "a link to nothing":
+        path.symlink_to("nowhere")
+    else:
+        path.write_text(text)
+    answer = command(workdir=workdir)
+    assert_mistake(answer, f"{path} {BROKEN_WORKDIRS[text]}", "move it away")
+
+
+def test_a_workdir_file_that_cannot_be_written_is_named(command, trained, tmp_path):
+    workdir = shutil.copytree(trained, tmp_path / "run")
+    (workdir / "config.json.tmp").mkdir()
+    answer = command(workdir=workdir)
+    assert_mistake(
+        answer, f"{workdir}/config.json cannot be written: Is a directory", touched_devices=True
+    )
+
+
+def test_records_that_are_none_stop_nothing_and_are_kept(command, trained, tmp_path):
+    workdir = shutil.copytree(trained, tmp_path / "run")
+    lines = '{"step": null}\n{"step": [1]}\n[]\n{"step": 1e999}\nnonsense\n'
+    with open(workdir / "metrics.jsonl", "a") as file:
+        file.write(lines)
+    answer = command("--config.steps=5", workdir=workdir)
+    assert answer.code == 0, answer.err
+    assert lines in (workdir / "metrics.jsonl.old").read_text()
+    assert "null" not in (workdir / "metrics.jsonl").read_text()
+
+
+def test_checkpoints_deleted_under_a_workdir_are_told_and_its_records_kept(
+    command, trained, tmp_path
+):
+    workdir = shutil.copytree(trained, tmp_path / "run")
+    before = (workdir / "metrics.jsonl").read_text()
+    for again in (1, 2):
+        shutil.rmtree(workdir / "checkpoints")
+        answer = command(workdir=workdir)
+        assert answer.code == 0, answer.err
+        assert (
+            "held records up to step 4, and there is no checkpoint to go on from: this run "
+            "starts at step 0, and they are in metrics.jsonl.old now" in answer.out
+        )
+        kept = (workdir / "metrics.jsonl.old").read_text()
+        assert kept.startswith(before) and kept.count('"eval_loss"') == 2 * again
 
 
 def test_data_that_changed_under_a_run_is_refused(command, trained, folder):
@@ -580,7 +644,8 @@ def test_a_half_written_checkpoint_is_passed_over_for_the_last_whole_one(command
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(command, folder):
     workdir = folder / "runs" / "diverged"
-    answer = command("--config.schedule.peak=1e30", "--config.checkpoint.every=2", workdir=workdir)
+    settings = ("--config.schedule.peak=1e30", "--config.checkpoint.every=2")
+    answer = command(*settings, "--config.bad_steps.stop_after=1", workdir=workdir)
     assert answer.code == 1
     assert "Traceback" not in answer.err
     assert "step 2: grad_norm is nan" in answer.err and "lower config.schedule.peak" in answer.err

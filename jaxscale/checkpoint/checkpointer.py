@@ -13,12 +13,14 @@ nothing. So a step is written beside its final name, checksummed, and only then 
 evaluation may read while a run writes.
 """
 
+import contextlib
 import json
 import logging
 import os
 import re
+import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ from jaxscale import distributed
 from jaxscale.checkpoint import checksums
 from jaxscale.checkpoint import leaves as state_leaves
 from jaxscale.checkpoint.folders import StepFolders
-from jaxscale.files import require_writable, write_atomically
+from jaxscale.checkpoint.quiet import quieten_orbax, without_late_writes
+from jaxscale.files import require_writable, sync, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +44,14 @@ STATE, METADATA, CHECKSUMS = "state", "metadata.json", checksums.NAME
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is damaged, or a save that failed. Nothing the user typed."""
+    """A checkpoint that is damaged, or a save that failed. Nothing the user typed.
+
+    step: of the save that failed.
+    """
+
+    def __init__(self, message: str, *, step: int | None = None):
+        super().__init__(message)
+        self.step = step
 
 
 class Checkpointer:
@@ -64,12 +74,17 @@ class Checkpointer:
         self._folder = Path(folder).absolute()
         self._steps = StepFolders(self._folder)
         self._keep_last, self._keep_every = keep_last, keep_every
+        # For `tiers.py`: called with a step that has its name; and steps that must not be deleted.
+        self.on_published: Callable[[int], None] = lambda step: None
+        self.pinned: set[int] = set()
         self._defects: dict[int, str] = {}
         self._pending: Future | None = None
         self._pending_step = -1
         if keep_last:
             _check_writable(self._folder)
-        _quieten_orbax()
+        quieten_orbax()
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(without_late_writes())
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # Without compression a save of random float32 takes half the time; the files are 9% larger.
         self._orbax = ocp.AsyncCheckpointer(
@@ -80,8 +95,13 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
+        try:
+            self.close()
+        except CheckpointError as error:
+            if kind is None:
+                raise
+            log.error("%s", error)  # what ends the run is told as its error
 
     def save(self, step: int, state: Any, *, metadata: dict) -> bool:
         """Starts saving `state` as `step`, and returns True as soon as its arrays may be donated.
@@ -111,15 +131,17 @@ class Checkpointer:
         self._pending = self._executor.submit(self._finish, step, saving)
         return True
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
+    def restore(
+        self, abstract_state: Any, step: int | None = None, *, before: int | None = None
+    ) -> tuple[int, Any, dict] | None:
         """Returns (step, state, metadata) of the newest sound step, or of `step`.
 
-        None when the folder has no step. abstract_state: a pytree of jax.ShapeDtypeStruct with
-        shardings, or a function of a step's leaves and metadata that gives it; the arrays come out
-        in exactly these shardings and dtypes, whatever layout they were saved in (floats are
-        converted, one log line says so). Every byte is read and compared
-        with its checksum first, before anything goes to a device; the processes share that work.
-        A damaged step is logged and passed over; save() later renames it `.corrupt`.
+        before: of the newest below this one. None when there is no such step. abstract_state: a
+        pytree of jax.ShapeDtypeStruct with shardings, or a function of a step's leaves and metadata
+        that gives it; the arrays come out in exactly these shardings and dtypes, whatever layout
+        they were saved in (floats are converted, one log line says so). Every byte is read and
+        compared with its checksum first, before anything goes to a device; the processes share that
+        work. A damaged step is logged and passed over; save() later renames it `.corrupt`.
         Raises CheckpointError when `step`, or every step, is damaged; ValueError when `step` does
         not exist or the leaves differ. Call on every process.
         """
@@ -131,6 +153,7 @@ class Checkpointer:
         if step is not None and step not in steps:
             raise ValueError(f"step={step} is not in {self._folder}; it holds {_listed(steps)}")
         candidates = steps if step is None else [step]
+        candidates = [c for c in candidates if before is None or c < before]
         for candidate in candidates:
             if self._is_sound(candidate):
                 wanted = self._asked(abstract_state, candidate)
@@ -177,6 +200,35 @@ class Checkpointer:
         """
         return self._record(step)["metadata"]
 
+    def steps(self) -> list[int]:
+        """Those that have a whole folder, as this process sees it and as far as its name tells."""
+        return sorted(self._steps.all())
+
+    def folder_of(self, step: int) -> Path:
+        """Where a step is, or would be."""
+        return self._steps.of(step)
+
+    def adopt(self, step: int, source: Path) -> int:
+        """Copies a whole step in, and gives it its name once it is as its checksums say.
+
+        Returns its bytes. Raises CheckpointError. On the lead alone; no save is in flight.
+        """
+        saving = self._steps.saving(step)
+        try:
+            self._put_damaged_aside()
+            self._steps.clear()
+            shutil.copytree(source, saving)
+            files = checksums.read(saving)
+            for name in (*files, CHECKSUMS):
+                sync(saving / name)
+            if defects := checksums.defects(saving, files, names=files):
+                raise OSError(f"the copy is not what was copied: {defects[0]}")
+            self._steps.publish(step)
+        except (OSError, shutil.Error, checksums.ChecksumError) as error:
+            raise self._save_error(step, error) from error
+        self._retire(step)
+        return sum(size for size, _ in files.values())
+
     def wait(self) -> None:
         """Waits for the save in flight. Raises CheckpointError if it failed.
 
@@ -196,7 +248,10 @@ class Checkpointer:
             self.wait()
         finally:
             self._executor.shutdown()
-            self._orbax.close()
+            # Orbax raises the failure of a save once more, in words of its own.
+            with contextlib.suppress(Exception):
+                self._orbax.close()
+            self._quiet.close()
 
     # Saving, in the background.
 
@@ -255,12 +310,19 @@ class Checkpointer:
             write_seconds,
             time.monotonic() - begin,
         )
-        self._steps.retire(step, keep_last=self._keep_last, keep_every=self._keep_every)
+        self.on_published(step)
+        self._retire(step)
+
+    def _retire(self, step: int) -> None:
+        self._steps.retire(
+            step, keep_last=self._keep_last, keep_every=self._keep_every, pinned=self.pinned
+        )
 
     def _save_error(self, step: int, error: BaseException) -> CheckpointError:
         return CheckpointError(
             f"saving step {step} to {self._folder} failed: {type(error).__name__}: {error}; "
-            "check that there is space and every host can write there"
+            "check that there is space and every host can write there",
+            step=step,
         )
 
     # Restoring.
@@ -275,9 +337,10 @@ class Checkpointer:
             defects = checksums.defects(folder, checksums.read(folder), names=[METADATA])
         except checksums.ChecksumError as error:
             defects = [str(error)]
-        if defects:
+        record = {} if defects else json.loads((folder / METADATA).read_bytes())
+        if defects := defects or _other_step(record, step):
             raise CheckpointError(f"checkpoint {folder}: {defects[0]}")
-        return json.loads((folder / METADATA).read_bytes())
+        return record
 
     def _has_record(self, step: int) -> bool:
         try:
@@ -312,6 +375,8 @@ class Checkpointer:
             by_size = sorted(files, key=lambda name: (-files[name][0], name))
             share = by_size[jax.process_index() :: jax.process_count()]
             defects = checksums.defects(folder, files, names=share)
+            if not defects and METADATA in files:
+                defects = _other_step(json.loads((folder / METADATA).read_bytes()), step)
         more = f" (and {len(defects) - 1} more files)" if len(defects) > 1 else ""
         said = distributed.every_process_says(defects[0] + more if defects else "")
         if defect := next(filter(None, said), None):
@@ -391,6 +456,14 @@ def _check_writable(folder: Path) -> None:
         ) from error
 
 
+def _other_step(record: dict, step: int) -> list[str]:
+    """A line if what is in the folder of this step was saved as another one."""
+    saved = record["step"]
+    if saved == step:
+        return []
+    return [f"it holds step {saved}, saved under that name; was the folder renamed?"]
+
+
 def _file_names(folder: Path) -> list[str]:
     """Every file under a step except the checksums themselves, as paths relative to it."""
     paths = (
@@ -430,15 +503,3 @@ def _metadata_to_json(value: Any) -> bytes:
 
 def _listed(steps: Iterable[int]) -> str:
     return ", ".join(str(step) for step in sorted(steps)) or "no steps"
-
-
-def _is_not_orbax_chatter(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING or "orbax" not in record.pathname
-
-
-def _quieten_orbax() -> None:
-    # Orbax logs some 60 lines per save at level INFO to absl's logger. A filter by file leaves its
-    # warnings and errors, and everybody else's absl messages, as they are.
-    logger = logging.getLogger("absl")
-    if _is_not_orbax_chatter not in logger.filters:
-        logger.addFilter(_is_not_orbax_chatter)

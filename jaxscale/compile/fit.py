@@ -19,7 +19,7 @@ from jaxscale import distributed
 from jaxscale import sharding as shd
 from jaxscale.compile import choice, refusal
 from jaxscale.config import Remat
-from jaxscale.step.feed import abstract_batch
+from jaxscale.step.feed import abstract_batch, abstract_limits
 from jaxscale.step.plan import Plan
 from jaxscale.xla.environment import host_memory_gib
 
@@ -51,10 +51,10 @@ class CompiledUpdate:
     num_recomputed: int
     compile_seconds: float = math.nan
 
-    def __call__(self, state, batch):
+    def __call__(self, state, batch, **limits):
         """`step.update.update` of this plan; the state is donated."""
         assert self.compiled is not None
-        return self.compiled(state, batch)
+        return self.compiled(state, batch, **limits)
 
     def facts(self) -> dict[str, float]:
         """What goes on record."""
@@ -138,7 +138,9 @@ def compile_only(
 ) -> jax.stages.Compiled:
     """As XLA gives it back."""
     with shd.use(plan.mesh, plan.rules):
-        lowered = jit_update(update, plan).lower(plan.state, abstract_batch(plan))
+        lowered = jit_update(update, plan).lower(
+            plan.state, abstract_batch(plan), **abstract_limits(plan)
+        )
         return lowered.compile(compiler_options=compiler_options)
 
 

@@ -6,6 +6,8 @@
 
 batch.py        Batch: tokens, targets, segments, positions
 indexed.py      the Megatron .bin/.idx store, reader and writer
+block_sums.py   its checksums, in a .crc beside it
+checks.py       who compares them, and what follows
 text.py         text, JSONL and Parquet files -> documents
 tokenizer.py    bytes, or a Hugging Face tokenizer.json
 convert.py      documents -> store, in the cache or where asked

@@ -4,6 +4,8 @@
 """
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -16,7 +18,16 @@ from pathlib import Path
 import numpy as np
 
 from jaxscale.data import text
-from jaxscale.data.indexed import IndexedDataset, IndexedWriter, StorePath, is_store
+from jaxscale.data.block_sums import SUFFIX
+from jaxscale.data.checks import SMALL_BYTES, StoreChecks
+from jaxscale.data.indexed import (
+    FILES,
+    IndexedDataset,
+    IndexedWriter,
+    StorePath,
+    is_store,
+    strip_suffix,
+)
 from jaxscale.data.permutation import derive_keys, permute
 from jaxscale.data.tokenizer import Tokenizer, train_bpe
 from jaxscale.files import cache_folder, telling
@@ -28,6 +39,7 @@ ORDER_SEED = 0
 # One call of a tokenizer: enough for its threads to share, small enough to stay in memory.
 CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 1024, 2**22
 PROGRESS_SECONDS = 5.0
+LOCK = "lock"  # in the folder of a conversion
 WRITABLE_CACHE = (
     "text is converted there, which takes twice the tokens' size: make room, or set "
     "config.data.cache_dir to another folder"
@@ -58,18 +70,13 @@ def convert(
         raise ValueError(f"{path!r} is a token store already; train on it as it is")
     documents = text.read_documents(path, files, format=format, text_field=text_field)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32)
-    # In a folder of its own, so that whatever goes wrong one deletion cleans up.
-    folder = Path(f"{prefix}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
-    folder.mkdir(parents=True)
-    try:
+    with _work_folder(Path(strip_suffix(prefix))) as folder:
         with IndexedWriter(folder / "in_order", dtype) as writer:
             num_empty = _write_in_order(writer, documents, tokenizer=tokenizer, name=path)
         if num_empty:
             log.warning("%s: skipped %d documents without text", path, num_empty)
-        with IndexedWriter(prefix, dtype) as writer:
+        with IndexedWriter(prefix, dtype, temporary=folder) as writer:
             _write_shuffled(writer, IndexedDataset(folder / "in_order"), name=path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return IndexedDataset(prefix)
 
 
@@ -118,12 +125,14 @@ def cached_store(
     the field and FORMAT_VERSION, so changed text makes a new store (old ones stay; delete the
     folder to free the space). Processes that start together convert once: the others wait for a
     lock. Where the file system has no locks each converts for itself, and all end with the same
-    files. A cached store that cannot be opened is converted again.
+    files. A cached store that cannot be opened, or is not as it was written, is converted again;
+    what killed conversions left in the cache is removed.
     Raises ValueError for what `convert` refuses, and for a cache that cannot be written.
     """
     format, files = text.find_files(path, format)
     root = Path(os.path.expanduser(cache_dir)) if cache_dir else default_cache_dir()
     prefix = root / _fingerprint(files, tokenizer, format=format, text_field=text_field)
+    _remove_leftovers(root, "*")
     store = _open_cached(prefix, path)
     if store is not None:
         return store
@@ -217,7 +226,12 @@ def _open_cached(prefix: Path, name: str) -> IndexedDataset | None:
     if not is_store(prefix):
         return None
     try:
-        return IndexedDataset(prefix, name=name)
+        store = IndexedDataset(prefix, name=name)
+        with telling(f"{prefix}{SUFFIX} cannot be read", "it is written anew"):
+            checks = StoreChecks(store, is_cached=True)
+        if checks.num_bytes <= SMALL_BYTES:
+            checks.check_all()
+        return store
     except ValueError as error:
         log.warning("the cached store is damaged, converting again: %s", error)
         return None
@@ -231,15 +245,12 @@ def _build(prefix: Path, path: str, *, tokenizer: Tokenizer, format: str, text_f
     any.
     """
     start = time.monotonic()
-    folder = Path(f"{prefix}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
-    try:
+    with _work_folder(prefix) as folder:
         store = convert(
             path, folder / "store", tokenizer=tokenizer, format=format, text_field=text_field
         )
-        for end in (".bin", ".idx"):
+        for end in FILES:
             os.replace(folder / f"store{end}", f"{prefix}{end}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     seconds = time.monotonic() - start
     log.info(
         "%s: %d documents, %d tokens, converted in %.1f s",
@@ -251,9 +262,41 @@ def _build(prefix: Path, path: str, *, tokenizer: Tokenizer, format: str, text_f
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    import fcntl  # here, because the rest of the package also imports where it is missing
+def _work_folder(prefix: Path) -> Iterator[Path]:
+    """A folder beside a store for what is not whole: whatever goes wrong, one deletion cleans up.
 
+    It is locked while this process lives: those of processes that were killed are removed first.
+    """
+    _remove_leftovers(prefix.parent, prefix.name)
+    name = f"{prefix.name}.%s-{os.getpid()}-{os.urandom(4).hex()}"
+    folder = prefix.with_name(name % "tmp")
+    # It gets the name that is looked for once it is locked.
+    unlocked = prefix.with_name(name % "new")
+    unlocked.mkdir(parents=True)
+    try:
+        with open(unlocked / LOCK, "w") as file:
+            with contextlib.suppress(OSError):  # no locks here: then nobody else removes it either
+                fcntl.flock(file, fcntl.LOCK_EX)
+            unlocked.rename(folder)
+            yield folder
+    finally:
+        for path in (unlocked, folder):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path, name: str) -> None:
+    """Removes what killed conversions into the stores of this name ("*": all) left behind."""
+    pattern = name if name == "*" else glob.escape(name)
+    for path in folder.glob(f"{pattern}.tmp-*"):
+        # Held by a live process, or not ours to open, or of a file system without locks.
+        with contextlib.suppress(OSError), open(path / LOCK, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+            log.info("removed %s: that conversion was cut short", path)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -27,6 +27,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from jaxscale.data.block_sums import SUFFIX, BlockSums
 from jaxscale.files import is_file, telling
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -42,6 +43,8 @@ DTYPES: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 HEADER = struct.Struct("<9sQBQQ")
+# In the order in which they get their names.
+FILES = (".bin", SUFFIX, ".idx")
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # the format stores sequence lengths as int32
 
 # The prefix of a store, or either of its files.
@@ -106,7 +109,8 @@ class IndexedWriter:
     """Writes a store that `IndexedDataset` and Megatron read; one sequence per document.
 
     Files get temporary names until `close`, which syncs and renames them, the .idx last: nobody
-    ever sees half a store, and a killed run leaves only `*.tmp-*` behind. As a context manager it
+    ever sees half a store, and a killed run leaves only `*.tmp-*` behind, or what is in the folder
+    `temporary`. Beside them goes a .crc with checksums (`block_sums.py`). As a context manager it
     closes on success and deletes its temporary files on an exception, of its own closing too. An
     existing store is replaced at close.
 
@@ -115,14 +119,16 @@ class IndexedWriter:
     document. Raises OSError where the disk refuses.
     """
 
-    def __init__(self, prefix: StorePath, dtype: DTypeLike):
+    def __init__(self, prefix: StorePath, dtype: DTypeLike, *, temporary: Path | None = None):
         self.prefix = strip_suffix(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = _dtype_code(self.dtype)
         self._lengths = array.array("i")
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         suffix = f".tmp-{os.getpid()}-{os.urandom(4).hex()}"
-        self._temporary = {end: self.prefix + end + suffix for end in (".bin", ".idx")}
+        start = self.prefix if temporary is None else str(temporary / Path(self.prefix).name)
+        self._temporary = {end: start + end + suffix for end in FILES}
+        self._sums = BlockSums()
         # 1 MiB: a document of web length is 2 kB, and would be a system call each.
         self._bin = open(self._temporary[".bin"], "wb", buffering=2**20)
 
@@ -142,7 +148,9 @@ class IndexedWriter:
             )
         if tokens.dtype != self.dtype:
             _check_fits(tokens, self.dtype, name=name)
-        self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
+        data = tokens.astype(self.dtype, copy=False).tobytes()
+        self._bin.write(data)
+        self._sums.add(data)
         self._lengths.append(tokens.size)
 
     def close(self) -> None:
@@ -157,6 +165,9 @@ class IndexedWriter:
             with open(self._temporary[".idx"], "wb") as idx:
                 self._write_index(idx)
                 _sync_and_close(idx)
+            with open(self._temporary[SUFFIX], "wb") as crc:
+                crc.write(self._sums.to_bytes(Path(self._temporary[".idx"])))
+                _sync_and_close(crc)
             self._give_names()
         except BaseException:
             self.abort()
@@ -165,7 +176,7 @@ class IndexedWriter:
     def _give_names(self) -> None:
         # An old .idx must not be seen beside the new .bin, nor the new one beside the old .bin.
         Path(self.prefix + ".idx").unlink(missing_ok=True)
-        for end in (".bin", ".idx"):
+        for end in FILES:
             os.replace(self._temporary[end], self.prefix + end)
 
     def abort(self) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from jaxscale.config import DataConfig
 from jaxscale.data.batch import Batch
+from jaxscale.data.checks import SMALL_BYTES, StoreChecks, checks_of
 from jaxscale.data.convert import cached_store
 from jaxscale.data.indexed import IndexedDataset
 from jaxscale.data.rows import TokenRows
@@ -46,9 +47,10 @@ class Corpus:
         tokenizer: Tokenizer | None,
         train: TokenRows,
         eval: TokenRows | None,
+        checks: StoreChecks | None = None,
     ):
         self.dataset, self.source, self.tokenizer = dataset, source, tokenizer
-        self.train, self.eval = train, eval
+        self.train, self.eval, self._checks = train, eval, checks
         self.description: dict[str, Any] = {
             "num_documents": len(dataset.document_offsets) - 1,
             "num_tokens": int(dataset.document_offsets[-1]),
@@ -69,6 +71,14 @@ class Corpus:
                 "Resuming would repeat some documents and skip others: restore config.data.path "
                 "and config.data.tokenizer, or start a new run"
             )
+
+    def check_in_background(self, *, part: int, parts: int) -> None:
+        """Compares a large store with its checksums; what is found, the next row says.
+
+        part: this process, of so many of the run.
+        """
+        if self._checks is not None and self._checks.num_bytes > SMALL_BYTES:
+            self._checks.begin(part=part, parts=parts)
 
     def unigram_entropy(self) -> float:
         """Nats per token of the held-out text under train token frequencies.
@@ -108,6 +118,7 @@ def open_dataset(data_config: DataConfig, *, seed: int, seq_len: int, vocab_size
     if format != "indexed" or data_config.tokenizer != "bytes":
         tokenizer = open_tokenizer(data_config.tokenizer)
         _check_vocabulary(tokenizer, data_config.tokenizer, vocab_size=vocab_size)
+    is_cached = tokenizer is not None and format != "indexed"
     if tokenizer is None or format == "indexed":
         dataset = IndexedDataset(data_config.path)
     else:
@@ -118,6 +129,8 @@ def open_dataset(data_config: DataConfig, *, seed: int, seq_len: int, vocab_size
             text_field=data_config.text_field,
             cache_dir=data_config.cache_dir,
         )
+    policy = data_config.on_corruption
+    checks = checks_of(dataset, on_corruption=policy, is_cached=is_cached)
     most = data_config.max_documents_per_row or MOST_DOCUMENTS
 
     def rows(split: str, *, seed: int, shuffle: bool) -> TokenRows:
@@ -130,6 +143,7 @@ def open_dataset(data_config: DataConfig, *, seed: int, seq_len: int, vocab_size
             eval_fraction=data_config.eval_fraction,
             shuffle=shuffle,
             max_documents_per_row=most,
+            checks=checks,
         )
 
     train = rows("train", seed=seed, shuffle=data_config.shuffle)
@@ -139,7 +153,9 @@ def open_dataset(data_config: DataConfig, *, seed: int, seq_len: int, vocab_size
     if data_config.max_documents_per_row == 0:
         _bound_documents([train] if held_out is None else [train, held_out])
     source = describe_files(data_config.path, files, format=format)
-    return Corpus(dataset, source=source, tokenizer=tokenizer, train=train, eval=held_out)
+    return Corpus(
+        dataset, source=source, tokenizer=tokenizer, train=train, eval=held_out, checks=checks
+    )
 
 
 def _bound_documents(splits: list[TokenRows]) -> None:
@@ -261,8 +277,10 @@ def _blocks(length: int, num_blocks: int) -> list[slice]:
 def _count_ids(rows: TokenRows, num_blocks: int) -> np.ndarray:
     counts, num_counted = np.zeros(rows.vocab_size, np.int64), 0
     for block in _blocks(rows.num_tokens, num_blocks):
-        rows.check_ids(block)
-        found = np.bincount(rows.stream[block])
+        ids = rows.stream[block]
+        if not rows.check_ids(block):
+            ids = ids[(ids >= 0) & (ids < rows.vocab_size)]
+        found = np.bincount(ids)
         counts[: len(found)] += found
         num_counted += block.stop - block.start
     if num_counted < rows.num_tokens:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxscale.data.batch import Batch
+from jaxscale.data.checks import StoreChecks
 from jaxscale.data.permutation import NUM_ROUNDS, derive_keys, permute
 
 NUM_CHECKED_ROWS = 64  # at the start; every row is checked again as it is read
@@ -45,6 +46,7 @@ class TokenRows:
         eval_fraction=0 it is everything.
     shuffle: False gives the rows in store order, the same in every epoch.
     max_documents_per_row: where a row has more, its tokens from the next document on are padding.
+    checks: of the store's blocks; a row that they leave out becomes one document without targets.
 
     num_rows: rows in an epoch. num_tokens: tokens in the split. dropped_tokens: tokens that became
     padding in the rows read so far (a loader reads ahead).
@@ -65,6 +67,7 @@ class TokenRows:
         eval_fraction: float = 0.01,
         shuffle: bool = True,
         max_documents_per_row: int = 32,
+        checks: StoreChecks | None = None,
     ):
         _check_split(split, eval_fraction)
         _check_least("seq_len", seq_len, least=1)
@@ -74,7 +77,7 @@ class TokenRows:
         _check_holds_integers(dataset)
         self.dataset, self.split, self.seed, self.shuffle = dataset, split, seed, shuffle
         self.seq_len, self.vocab_size = seq_len, vocab_size
-        self.max_documents_per_row = max_documents_per_row
+        self.max_documents_per_row, self._checks = max_documents_per_row, checks
         self._offsets = _split_offsets(dataset, split, eval_fraction=eval_fraction, seq_len=seq_len)
         self._begin, self._end = int(self._offsets[0]), int(self._offsets[-1])
         self.num_tokens = self._end - self._begin
@@ -95,11 +98,18 @@ class TokenRows:
         """The split's tokens in store order, [num_tokens] in the store's dtype; a view."""
         return self.dataset.tokens[self._begin : self._end]
 
-    def check_ids(self, block: slice) -> None:
-        """Raises ValueError for a token of this block of `stream` outside range(vocab_size)."""
+    def check_ids(self, block: slice) -> bool:
+        """False if a token of this block of `stream` is outside range(vocab_size), and damaged.
+
+        Raises ValueError if it is as it was written, CorruptionError (a ValueError) as the config's
+        on_corruption says.
+        """
         begin, end = self._begin + block.start, self._begin + block.stop
-        if _max_as_unsigned(self.dataset.tokens[begin:end]) >= self.vocab_size:
+        if _max_as_unsigned(self.dataset.tokens[begin:end]) < self.vocab_size:
+            return True
+        if self._checks is None or not self._checks.is_damaged(begin, end):
             self._refuse_ids(begin, end, wrapped_end=self._begin)
+        return False
 
     def most_documents(self) -> int:
         """The most documents that any row of any epoch can hold.
@@ -122,12 +132,25 @@ class TokenRows:
         """
         starts = self._starts(np.asarray(indices, np.int64))
         begins, ends = self._pieces(starts)
-        tokens, targets = self._read(begins, ends)
+        is_left_out = np.zeros(len(starts), bool)
+        if self._checks is not None:
+            is_left_out = self._checks.leave_out(begins, ends)
+        tokens, targets = self._read(begins, ends, is_left_out=is_left_out)
         runs = self._runs(begins, ends)
         targets.ravel()[runs.after[runs.is_document_end] - 1] = -1
         batch = Batch(tokens, targets, *_segments_and_positions(runs, targets.shape))
         self._drop_overflow(batch, runs)
+        if is_left_out.any():
+            self._leave_out(batch, is_left_out)
         return batch
+
+    def documents(self, indices: ArrayLike) -> list[list[int]]:
+        """The first and last document of the store in each piece of these samples' rows."""
+        begins, ends = self._pieces(self._starts(np.asarray(indices, np.int64)))
+        offsets, is_filled = self.dataset.document_offsets, begins < ends
+        first = np.searchsorted(offsets, begins[is_filled], side="right") - 1
+        last = np.searchsorted(offsets, ends[is_filled] - 1, side="right") - 1
+        return np.stack([first, last], axis=1).tolist()
 
     def _starts(self, indices: np.ndarray) -> np.ndarray:
         """Where each row begins in the store, int64 [rows]."""
@@ -155,7 +178,9 @@ class TokenRows:
         begins = np.stack([starts, np.full_like(starts, self._begin)], axis=1)
         return begins, np.stack([first_end, self._begin + rest], axis=1)
 
-    def _read(self, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _read(
+        self, begins: np.ndarray, ends: np.ndarray, *, is_left_out: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """tokens and targets, int32 [rows, seq_len]; no end of a document is masked yet."""
         stream, seq_len = self.dataset.tokens, self.seq_len
         tokens = np.empty((len(begins), seq_len), np.int32)
@@ -166,7 +191,10 @@ class TokenRows:
             window = stream[begin : end + 1]  # with the last target, unless the store ends here
             if end - begin < seq_len:
                 window = np.concatenate([stream[begin:end], stream[self._begin : wrapped_end + 1]])
-            if _max_as_unsigned(window) >= self.vocab_size:
+            if _max_as_unsigned(window) >= self.vocab_size and not is_left_out[row]:
+                if self._checks is not None:  # says so if it is a flipped bit
+                    self._checks.is_damaged(begin, end)
+                    self._checks.is_damaged(self._begin, max(self._begin, wrapped_end))
                 self._refuse_ids(begin, end, wrapped_end=wrapped_end)
             tokens[row] = window[:seq_len]
             targets[row, : len(window) - 1] = window[1:]
@@ -183,6 +211,13 @@ class TokenRows:
         lengths = np.minimum(document_ends, piece_ends) - starts
         numbers = _count_within(counts.sum(axis=1)) + 1
         return _Runs(lengths, np.cumsum(lengths), numbers, document_ends <= piece_ends)
+
+    def _leave_out(self, batch: Batch, is_left_out: np.ndarray) -> None:
+        """These rows become one document each, which counts in no loss."""
+        for field, value in zip(batch, (0, -1, 1, np.arange(self.seq_len)), strict=True):
+            field[is_left_out] = value
+        with self._lock:
+            self.dropped_tokens += int(is_left_out.sum()) * self.seq_len
 
     def _drop_overflow(self, batch: Batch, runs: "_Runs") -> None:
         """Pads each row from its document number max_documents_per_row + 1 on."""

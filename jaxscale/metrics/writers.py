@@ -139,6 +139,8 @@ class ConsoleWriter:
         if record["step"] == 0:  # the start is told in words
             return
         now = self._clock()
+        if "goodput" in record or "checkpoint_stall_seconds" in record:
+            return  # told at the end
         if "loss" not in record:
             self._print_line("  ".join(f"{name} {_short(value)}" for name, value in record.items()))
             return
@@ -215,7 +217,7 @@ class JsonlWriter:
     def __init__(self, path: Path | str, *, resume_step: int):
         """Drops the records of steps after `resume_step` first, and a half-written line.
 
-        What else the file held, or at a fresh start (0) held at all, stays beside it as NAME.old.
+        What else the file held, or at a fresh start (0) held at all, is added to NAME.old.
         """
         path = Path(path)
         if path.exists():
@@ -236,10 +238,11 @@ class JsonlWriter:
 
 
 def _drop_later_records(path: Path, resume_step: int) -> None:
-    is_foreign = False
+    is_foreign, last_step = False, -1
     with open(path, "rb") as old, files.replacing(path) as new:
         for line in old:
             step = _step_of(line)
+            last_step = max(last_step, -1 if step is None else step)
             if step is None:
                 is_foreign |= line.endswith(b"\n")
             elif 0 < resume_step and step <= resume_step:
@@ -247,9 +250,33 @@ def _drop_later_records(path: Path, resume_step: int) -> None:
             else:
                 is_foreign |= resume_step == 0
         if is_foreign:
-            kept = path.with_name(f"{path.name}.old")
-            path.replace(kept)
-            log.warning("%s held other records; they are in %s now", path, kept.name)
+            _put_aside(path, last_step, resume_step=resume_step)
+
+
+def _put_aside(path: Path, last_step: int, *, resume_step: int) -> None:
+    """Adds all of the file to NAME.old, which may hold what another start has put there."""
+    kept = path.with_name(f"{path.name}.old")
+    with open(path, "rb") as old, open(kept, "ab") as file:
+        shutil.copyfileobj(old, file)
+    if resume_step == 0 and last_step > 0:
+        log.warning(
+            "%s held records up to step %d, and there is no checkpoint to go on from: this run "
+            "starts at step 0, and they are in %s now",
+            path,
+            last_step,
+            kept.name,
+        )
+    else:
+        log.warning("%s held other records; they are in %s now", path, kept.name)
+
+
+def last_step(path: Path) -> int:
+    """The last step that a metrics.jsonl has a record of; 0 if there is none."""
+    try:
+        with open(path, "rb") as file:
+            return max((_step_of(line) or 0 for line in file), default=0)
+    except OSError:
+        return 0
 
 
 def _step_of(line: bytes) -> int | None:

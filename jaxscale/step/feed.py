@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.config import Exchange
 from jaxscale.data.batch import Batch
@@ -67,6 +67,14 @@ def abstract_batch(plan: Plan) -> Batch:
     """Shapes, dtypes and shardings of a batch."""
     array = jax.ShapeDtypeStruct(plan.batch_shape, jnp.int32, sharding=_sharding(plan))
     return Batch(array, array, array, array)
+
+
+def abstract_limits(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+    """Those of a step's limits that the plan's update takes, as the batch."""
+    if not plan.config.bad_steps.spike:
+        return {}
+    whole = NamedSharding(plan.mesh, PartitionSpec())
+    return {"loss_limit": jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)}
 
 
 def _sharding(plan: Plan) -> NamedSharding:

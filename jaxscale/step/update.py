@@ -19,12 +19,18 @@ from jaxscale.step.plan import Plan
 from jaxscale.step.state import TrainState, replaced
 
 
-def update(state: TrainState, batch: Batch, *, plan: Plan) -> tuple[TrainState, dict]:
+def update(
+    state: TrainState, batch: Batch, *, plan: Plan, loss_limit: jax.Array | None = None
+) -> tuple[TrainState, dict]:
     """(state, batch) -> (state, metrics); call it inside `sharding.use(plan.mesh, plan.rules)`.
 
     The arrays of the batch are [microbatches, rows, seq]. The loss is the mean over all tokens of
     the batch that count, however they fall on microbatches and devices. metrics: loss, grad_norm
-    (before clipping), learning_rate, tokens; scalars, float32 (tokens int32).
+    (before clipping), learning_rate, tokens, skipped; scalars, float32 (the last two int32).
+
+    Where loss or grad_norm is not finite, or the loss above loss_limit (float32, a scalar), the
+    update is skipped: skipped is 1, and of the state its step alone changes. The choice is made
+    element by element in the fusions of the optimiser, which read the old values anyway.
     """
     num_tokens = count_tokens(batch)
     if plan.pipeline is None:
@@ -32,13 +38,24 @@ def update(state: TrainState, batch: Batch, *, plan: Plan) -> tuple[TrainState, 
     else:
         extra = state.extra
         loss, gradients = stages.loss_and_gradients(state, batch, plan=plan, num_tokens=num_tokens)
-    step = state.step
     with jax.named_scope("optimizer"):
-        params, opt_state, grad_norm = _apply(gradients, state, plan=plan)
+        gradients = layout.summed(gradients, plan)
+        grad_norm = optax.tree.norm(gradients)
+        is_good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        if loss_limit is not None:
+            is_good &= loss <= loss_limit
+        params, opt_state = _apply(gradients, state, plan=plan, is_good=is_good)
+        extra = _chosen(is_good, extra, old=state.extra)
         with jax.numpy_dtype_promotion("standard"):
-            learning_rate = jnp.asarray(plan.schedule(step), jnp.float32)
-    metrics = dict(loss=loss, grad_norm=grad_norm, learning_rate=learning_rate, tokens=num_tokens)
-    return TrainState(step + 1, params, state.frozen, extra, opt_state), metrics
+            learning_rate = jnp.asarray(plan.schedule(_num_applied(state)), jnp.float32)
+    metrics = dict(
+        loss=loss,
+        grad_norm=grad_norm,
+        learning_rate=learning_rate,
+        tokens=num_tokens,
+        skipped=1 - is_good.astype(jnp.int32),
+    )
+    return TrainState(state.step + 1, params, state.frozen, extra, opt_state), metrics
 
 
 def _loss_and_gradients(state: TrainState, batch: Batch, *, plan: Plan, num_tokens):
@@ -95,14 +112,38 @@ def _forward(params, extra, *, plan: Plan, state: TrainState, batch: Batch) -> O
     return forward(model, batch.tokens, documents=documents, execution=plan.execution)
 
 
-def _apply(gradients, state: TrainState, *, plan: Plan):
-    """New parameters, new optimiser state, and the gradients' global norm before clipping."""
+def _apply(gradients, state: TrainState, *, plan: Plan, is_good):
+    """New parameters and new optimiser state; the old ones unless is_good."""
     # Where the optimiser's state is split further than the weights (ZeRO-1 and 2), the update runs
     # on the parts and the new weights are gathered.
-    gradients = layout.summed(gradients, plan)
     params = shd.constrain(state.params, plan.update_shardings)
+    optimizer = optax.with_extra_args_support(plan.optimizer)
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to an int32 count
-        updates, opt_state = plan.optimizer.update(gradients, state.opt_state, params)
-    params = optax.apply_updates(params, updates)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, params, is_good=is_good)
+    params = _chosen(is_good, optax.apply_updates(params, updates), old=params)
+    params = shd.constrain(params, plan.update_shardings)  # chosen before they are gathered
+    opt_state = _chosen(is_good, opt_state, old=state.opt_state)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.state.params)
-    return shd.constrain(params, shardings), opt_state, optax.tree.norm(gradients)
+    return shd.constrain(params, shardings), opt_state
+
+
+def _chosen(is_good, new, *, old):
+    def chosen(new, old):
+        # Adam's state has been chosen (`optim/adamw.py`).
+        return new if _is_adam(new) else jnp.where(is_good, new, old)
+
+    return jax.tree.map(chosen, new, old, is_leaf=_is_adam)
+
+
+def _is_adam(part) -> bool:
+    return isinstance(part, optax.ScaleByAdamState)
+
+
+def _num_applied(state: TrainState):
+    """The updates that the learning rate's schedule has counted: those that were not skipped."""
+
+    def is_schedule(part) -> bool:
+        return isinstance(part, optax.ScaleByScheduleState)
+
+    parts = jax.tree.leaves(state.opt_state, is_leaf=is_schedule)
+    return next((part.count for part in parts if is_schedule(part)), state.step)

@@ -29,11 +29,11 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
 
     Writes config.json, metrics.jsonl, tensorboard/ and checkpoints/ there. command: what a message
     tells the user to run again. Raises ValueError for a mistake of the user's, before devices are
-    touched wherever that is possible; NonFiniteError; CheckpointError.
+    touched wherever that is possible; BadStepError; CheckpointError.
     """
     with open_run(config, Path(workdir), command=command) as run:
         state, first_step = run.restore_or_init()
-        first_loss = last_loss = run.evaluate(state)
+        first_loss = last_loss = run.first_loss(state)
         step = first_step
         with run.recorder(first_step) as record, run.batches(first_step) as batches:
             run.tell_start(first_step, first_loss, record=record)
@@ -42,25 +42,31 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
                 with record.waiting():
                     batch = next(batches)
                 with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
-                    state, metrics = run.update(state, batch)
+                    limits = record.bad_steps.limits(step + 1)
+                    state, metrics = run.update(state, batch, **limits)
                 step += 1
                 record.step(step, metrics)
+                if record.bad_steps.go_back_from is not None:
+                    with record.paused("restart"):
+                        state, step = run.roll_back(state, record=record, batches=batches)
+                    continue
                 record.profile_until(step)
                 if run.is_due(config.evaluation.every, step):
                     with record.paused("evaluation"):
                         record.evaluation(step, run.evaluate(state))
-                if run.is_due(config.checkpoint.every, step):
+                if run.is_save_due(step):
                     with record.paused("checkpoint"):
                         run.save(step, state, record=record)
             is_interrupted = step < config.steps
-            with record.paused("end"):
+            with record.paused("evaluation"):
                 if step > first_step and not is_interrupted:
                     last_loss = run.evaluate(state)
                     record.evaluation(step, last_loss)
-                # After the evaluation: what a checkpoint's step has measured is on record, also if
-                # the run is killed here.
-                if step > record.saved_step:
-                    run.save(step, state, record=record)
+            # After the evaluation: what a checkpoint's step has measured is on record, also if the
+            # run is killed here.
+            with record.paused("checkpoint"):
+                run.finish_saving(step, state, record=record)
+            record.tell_end()
         if is_interrupted:
             run.tell_stop(step)
             return Outcome(step, True, first_loss, None, None, run.exit_code())

@@ -13,15 +13,14 @@ import jax
 
 from jaxscale import config as run_config
 from jaxscale.config import Config
+from jaxscale.metrics.goodput import Goodput, read
 from jaxscale.metrics.meter import Meter
-from jaxscale.metrics.writers import open_writers
+from jaxscale.metrics.writers import Writers, open_writers
+from jaxscale.train.bad_steps import FILE as BAD_BATCHES
+from jaxscale.train.bad_steps import BadSteps
 from jaxscale.train.profile import Profile
 
 log = logging.getLogger(__name__)
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient of a step is NaN or infinite."""
 
 
 @contextlib.contextmanager
@@ -80,6 +79,8 @@ class Recorder:
         first_step: int,
         facts: dict[str, float],
         held_out: HeldOut,
+        bad_steps: BadSteps,
+        goodput: Goodput,
     ):
         """The clock starts here: the first step's seconds hold what a first execution costs.
 
@@ -87,15 +88,11 @@ class Recorder:
         """
         self.saved_step, self._held_out = first_step, held_out
         self._first_step, self._facts, self._workdir = first_step, facts, workdir
-        self._wait_seconds = 0.0
-        self._writers = open_writers(
-            workdir,
-            num_steps=config.steps,
-            resume_step=first_step,
-            tensorboard=config.log.tensorboard,
-            wandb_project=config.log.wandb_project,
-            run_config=run_config.to_json(config),
-        )
+        self._config, self.bad_steps, self._goodput = config, bad_steps, goodput
+        self._wait_seconds, self._seconds_since_save = 0.0, 0.0
+        if before := read(workdir / "metrics.jsonl", step=first_step):
+            goodput.go_on_from(before)
+        self._writers = self._open_writers(first_step)
         self._profile = Profile(config.profile, workdir / "profile", first_step=first_step)
         model, seq_len = config.model, config.seq_len
         self._meter = Meter(
@@ -106,7 +103,20 @@ class Recorder:
             flops_per_token_causal=model.flops_per_token(seq_len, causal=True),
         )
 
+    def _open_writers(self, step: int) -> Writers:
+        config = self._config
+        return open_writers(
+            self._workdir,
+            num_steps=config.steps,
+            resume_step=step,
+            tensorboard=config.log.tensorboard,
+            wandb_project=config.log.wandb_project,
+            run_config=run_config.to_json(config),
+        )
+
     def __enter__(self) -> "Recorder":
+        self._goodput.begin_steps()
+        self._meter.restart()
         return self
 
     def __exit__(self, *exception) -> None:
@@ -121,7 +131,7 @@ class Recorder:
         self._wait_seconds = time.perf_counter() - began
 
     def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Takes what an update returned. Raises NonFiniteError for a step before."""
+        """Takes what an update returned. Raises BadStepError for a step before."""
         self._write(self._meter.record(step, metrics, data_wait_seconds=self._wait_seconds))
         if step == self._first_step + 1:
             # Without another step behind it, whose launches its scalars may have to wait for: this
@@ -132,17 +142,41 @@ class Recorder:
     def paused(self, phase: str) -> Iterator[None]:
         """Around what is no part of a step: records what is outstanding, then stops the clock.
 
-        phase: its name in a profile. Raises NonFiniteError before, so that a step that is not
-        finite is never evaluated or saved.
+        phase: its name in a profile, and what its time counts as. Raises BadStepError before.
         """
         self._write(self._meter.flush())
-        with jax.profiler.TraceAnnotation(phase):
+        with jax.profiler.TraceAnnotation(phase), self._goodput.phase(phase):
             yield
         self._meter.restart()
 
     def evaluation(self, step: int, loss: float) -> None:
         """Held-out nats a token."""
         self._writers.write({"step": step} | self._held_out.record(loss))
+
+    def saving(self, step: int) -> None:
+        """What the run has cost so far goes on record with what is saved."""
+        self._writers.write({"step": step} | self._goodput.record())
+        self._seconds_since_save = 0.0
+
+    def saved(self, step: int, *, stall_seconds: float) -> None:
+        """The steps waited so long for the start of this save."""
+        self.saved_step = step
+        self._writers.write({"step": step, "checkpoint_stall_seconds": stall_seconds})
+
+    def rolled_back(self, step: int, losses: list[tuple[int, float]]) -> None:
+        """The run goes on from this step; later records are dropped, as after a restart."""
+        self._writers.close()
+        self._writers = self._open_writers(step)
+        self._goodput.lose_steps(self._seconds_since_save)
+        self._seconds_since_save = 0.0
+        self.saved_step = step
+        self.bad_steps.reset(losses)
+
+    def tell_end(self) -> None:
+        """How much of the time was steps, and how many of them were skipped."""
+        if num := self.bad_steps.num_skipped:
+            log.warning("%d updates were skipped; %s has their batches", num, BAD_BATCHES)
+        log.info(self._goodput.describe())
 
     def profile_from(self, step: int) -> None:
         """Starts the profile if it begins after this step."""
@@ -160,18 +194,12 @@ class Recorder:
         for record in records:
             facts = self._facts if record["step"] == self._first_step + 1 else {}
             self._writers.write(record | facts)
-            self._check_finite(record)
+            self._goodput.add_step(record)
+            self._seconds_since_save += record["step_seconds"]
+            self.bad_steps.take(record, saved=self._describe_saved())
 
-    def _check_finite(self, record: dict[str, Any]) -> None:
-        bad = [key for key in ("loss", "grad_norm") if not math.isfinite(record[key])]
-        if not bad:
-            return
-        saved = "nothing is saved"
-        if self.saved_step:
-            folder = self._workdir / "checkpoints"
-            saved = f"the last checkpoint is of step {self.saved_step} in {folder}"
-        raise NonFiniteError(
-            f"step {record['step']}: {', '.join(f'{key} is {record[key]}' for key in bad)}. "
-            f"The run stopped; {saved}. Look at the data of that step, lower "
-            "config.schedule.peak, or set config.dtype='float32' to find out more"
-        )
+    def _describe_saved(self) -> str:
+        if not self.saved_step:
+            return "nothing is saved"
+        folder = self._workdir / "checkpoints"
+        return f"the last checkpoint is of step {self.saved_step} in {folder}"

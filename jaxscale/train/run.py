@@ -5,7 +5,8 @@ import dataclasses
 import functools
 import logging
 import socket
-from collections.abc import Callable, Generator, Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import jax
 from jaxscale import config as run_config
 from jaxscale import distributed
 from jaxscale import sharding as shd
-from jaxscale.checkpoint.checkpointer import Checkpointer
+from jaxscale.checkpoint.checkpointer import Checkpointer, CheckpointError
+from jaxscale.checkpoint.tiers import TieredCheckpointer, open_checkpoints
 from jaxscale.command_line import with_setting
 from jaxscale.compile.fit import CompiledUpdate, compile_to_fit
 from jaxscale.config import Config
 from jaxscale.data.batch import Batch
 from jaxscale.data.loader import Corpus
+from jaxscale.metrics.goodput import Goodput
+from jaxscale.metrics.writers import last_step
 from jaxscale.models.model_folder import ModelFolder
 from jaxscale.step.feed import device_batches
 from jaxscale.step.plan import Plan, corpus_of_run, plan_of_run
@@ -28,10 +32,12 @@ from jaxscale.step.relayout import LEAD, Relayout, saved_lead
 from jaxscale.step.remarks import remarks
 from jaxscale.step.state import TrainState, from_flat, init_state, to_flat
 from jaxscale.step.update import update
+from jaxscale.train.bad_steps import BadStepError, BadSteps
 from jaxscale.train.evaluate import make_evaluate
 from jaxscale.train.recorder import HeldOut, Recorder, still
 from jaxscale.train.sample import sample_text
 from jaxscale.train.stop import Interrupts, interrupts
+from jaxscale.train.timer import Timer
 from jaxscale.train.workdir import (
     check_same_run,
     check_workdir,
@@ -43,6 +49,9 @@ from jaxscale.train.workdir import (
 from jaxscale.xla import options
 from jaxscale.xla.cache import enable_compilation_cache
 
+# Of a checkpoint's metadata: the batches left out so far, and the losses that a spike is told by.
+LEFT_OUT, LOSSES = "batches_left_out", "losses"
+
 log = logging.getLogger(__name__)
 
 
@@ -53,22 +62,24 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
     Raises ValueError for a mistake of the user's: before devices are touched wherever that is
     possible, and before there is a state where the update cannot fit.
     """
+    goodput = Goodput()
     run_config.validate(config)
     check_workdir(workdir, config)
     corpus = corpus_of_run(config)
     # Asking who leads touches the devices, so a process that is alone is not asked.
     leads = not jax.distributed.is_initialized() or distributed.is_lead()
-    keep = dict(keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every)
     with contextlib.ExitStack() as stack:
         if leads:
             stack.enter_context(only_run(workdir))
         log.info(distributed.describe())
         log.info(corpus.source)
-        checkpoints = stack.enter_context(Checkpointer(workdir / "checkpoints", **keep))
+        checkpoints = open_checkpoints(config.checkpoint, workdir / "checkpoints")
+        stack.enter_context(checkpoints)
         latest = _check_latest(config, workdir, checkpoints=checkpoints, corpus=corpus)
         pretrained = open_pretrained(config) if latest is None else None
         enable_compilation_cache()
         plan = plan_of_run(config, corpus=corpus)
+        corpus.check_in_background(part=jax.process_index(), parts=jax.process_count())
         log.info(describe(plan, corpus))
         hosts = distributed.every_process_says(socket.gethostname())
         for remark in remarks(plan, host_of=lambda device: hosts[device.process_index]):
@@ -79,7 +90,16 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
         with shd.use(plan.mesh, plan.rules), interrupts() as interrupted:
             stops = distributed.any_process(interrupted)
             run = Run(
-                config, plan, corpus, checkpoints, workdir, command, stops, interrupted, pretrained
+                config,
+                plan,
+                corpus,
+                checkpoints,
+                workdir,
+                command,
+                stops,
+                interrupted,
+                goodput,
+                pretrained,
             )
             if latest is not None:
                 saved = checkpoints.metadata(latest)["config"]
@@ -122,12 +142,17 @@ class Run:
     config: Config
     plan: Plan
     corpus: Corpus
-    checkpoints: Checkpointer
+    checkpoints: Checkpointer | TieredCheckpointer
     workdir: Path
     command: str
     stops: Callable[[], bool]
     interrupted: Interrupts
+    goodput: Goodput
     pretrained: ModelFolder | None = None
+    # Batches that the run went back over, and leaves out.
+    num_left_out: int = 0
+    losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    restore_seconds: float = 0.0
 
     @functools.cached_property
     def update(self) -> CompiledUpdate:
@@ -136,7 +161,7 @@ class Run:
 
     def compile(self) -> None:
         """Compiles the update now: what cannot fit is refused while nothing is allocated."""
-        with still("compiling the update"):
+        with still("compiling the update"), self.goodput.phase("compile"):
             _ = self.update
 
     @functools.cached_property
@@ -144,8 +169,27 @@ class Run:
         """The mean loss over the first config.evaluation.batches held-out batches."""
         return make_evaluate(self.plan, self.corpus)
 
+    def first_loss(self, state: TrainState) -> float:
+        """The held-out loss that the run begins with."""
+        with self.goodput.phase("evaluation"):
+            return self.evaluate(state)
+
     def restore_or_init(self) -> tuple[TrainState, int]:
         """The newest sound state and its step, else the first."""
+        began = time.perf_counter()
+        with self.goodput.phase("restore"):
+            restored = self._restore()
+            if restored is not None:
+                self.restore_seconds = time.perf_counter() - began
+                self._tell_restored(restored[1])
+                return restored
+        state = init_state(self.plan)
+        if self.pretrained:
+            state = with_pretrained(state, self.pretrained, plan=self.plan)
+        return state, 0
+
+    def _restore(self, *, before: int | None = None) -> tuple[TrainState, int] | None:
+        """The newest sound state, of a step before that one, and what else its run knew."""
         plan, wanted = self.plan, to_flat(self.plan.state)
 
         def relayout(metadata: dict) -> Relayout:
@@ -153,16 +197,50 @@ class Run:
             return Relayout(saved, plan.lead, num_layers=self.config.model.num_layers)
 
         restored = self.checkpoints.restore(
-            lambda leaves, metadata: relayout(metadata).as_saved(wanted, leaves)
+            lambda leaves, metadata: relayout(metadata).as_saved(wanted, leaves), before=before
         )
         if restored is None:
-            state = init_state(plan)
-            if self.pretrained:
-                state = with_pretrained(state, self.pretrained, plan=plan)
-            return state, 0
+            return None
         step, flat, metadata = restored
-        log.info("continuing from the checkpoint of step %d", step)
+        self.num_left_out = metadata.get(LEFT_OUT, 0)
+        self.losses = metadata.get(LOSSES, [])
         return from_flat(plan.state, relayout(metadata).as_wanted(flat, wanted)), step
+
+    def roll_back(
+        self, state: TrainState, *, record: Recorder, batches: "Batches"
+    ) -> tuple[TrainState, int]:
+        """The state before the steps that were skipped, and its step; their batches are left out.
+
+        The state that is given is deleted first: two do not fit. Raises CheckpointError if there is
+        no checkpoint from before.
+        """
+        bad, left_out = record.bad_steps, self.num_left_out
+        last, first = bad.go_back_from, bad.first_of_streak
+        assert last is not None
+        jax.tree.map(lambda leaf: leaf.delete(), state)
+        restored = self._restore(before=first)
+        if restored is None:
+            raise BadStepError(
+                f"steps {first} to {last} were skipped, and there is no checkpoint from before to "
+                "go back to; set config.checkpoint.every lower, or config.bad_steps.roll_back=0"
+            )
+        state, step = restored
+        # Beyond what that checkpoint left out: what was left out since, and what is to be now.
+        self.num_left_out = left_out + last - step
+        bad.num_roll_backs += 1
+        log.warning(
+            "steps %d to %d were skipped: going back to step %d, and leaving out the batches since",
+            first,
+            last,
+            step,
+        )
+        record.rolled_back(step, self.losses)
+        batches.go_to(self.batch_of(step + 1))
+        return state, step
+
+    def batch_of(self, step: int) -> int:
+        """The number of the batch that the update of this step reads."""
+        return step - 1 + self.num_left_out
 
     def recorder(self, first_step: int) -> Recorder:
         """The update's facts go on record with the first step."""
@@ -171,29 +249,83 @@ class Run:
             facts = self.update.facts()
         else:
             facts = {}
+        if self.restore_seconds:
+            facts["restore_seconds"] = self.restore_seconds
         return Recorder(
             self.config,
             self.workdir,
             first_step=first_step,
             facts=facts,
             held_out=self._held_out,
+            bad_steps=BadSteps(
+                self.config,
+                self.workdir,
+                rows=self.corpus.train,
+                batch_of=self.batch_of,
+                losses=self.losses,
+            ),
+            goodput=self.goodput,
         )
 
-    def batches(self, start: int) -> contextlib.closing[Generator[Batch, None, None]]:
-        """The training batches from `start` on, on the devices."""
-        return contextlib.closing(device_batches(self.plan, self.corpus.train, start=start))
+    def batches(self, step: int) -> contextlib.closing["Batches"]:
+        """The training batches behind this step, on the devices."""
+        return contextlib.closing(Batches(self, self.batch_of(step + 1)))
 
     def is_due(self, every: int, step: int) -> bool:
         """True every so many steps (0: never), but not at the last, which has its own."""
         return every > 0 and step % every == 0 and step < self.config.steps
 
+    def is_save_due(self, step: int) -> bool:
+        """As config.checkpoint.every and every_minutes have it; all processes call it alike."""
+        minutes = self.config.checkpoint.every_minutes
+        is_time = minutes > 0 and self._timer.is_up()
+        return self.is_due(self.config.checkpoint.every, step) or (
+            is_time and step < self.config.steps
+        )
+
+    @functools.cached_property
+    def _timer(self) -> Timer:
+        return Timer(60 * self.config.checkpoint.every_minutes)
+
     def save(self, step: int, state: TrainState, *, record: Recorder) -> None:
-        """Starts saving; nothing with config.checkpoint.enabled=False."""
+        """Starts saving; nothing with config.checkpoint.enabled=False.
+
+        A save that fails is told, and training goes on: the next one is tried. Not with several
+        processes, which would have to agree, and not at the end (`finish_saving`).
+        """
+        try:
+            self._start_saving(step, state, record=record)
+        except CheckpointError as error:
+            if jax.process_count() > 1:
+                raise
+            record.saved_step = self.checkpoints.latest_step() or 0
+            log.error(
+                "%s. Training goes on; the last checkpoint is of step %d", error, record.saved_step
+            )
+            if error.step != step:  # the save before; this one has not begun
+                self.save(step, state, record=record)
+
+    def finish_saving(self, step: int, state: TrainState, *, record: Recorder) -> None:
+        """Saves the last step, if it is not, and waits. Raises CheckpointError if that failed."""
+        if step > record.saved_step:
+            try:
+                self.checkpoints.wait()
+            except CheckpointError as error:  # of the save before
+                if jax.process_count() > 1:
+                    raise
+                log.error("%s", error)
+            self._start_saving(step, state, record=record)
+        self.checkpoints.wait()
+
+    def _start_saving(self, step: int, state: TrainState, *, record: Recorder) -> None:
         if not self.config.checkpoint.enabled:
             return
+        record.saving(step)
+        began = time.perf_counter()
         metadata = metadata_of(self.config, self.corpus, plan=self.plan)
+        metadata |= {LEFT_OUT: self.num_left_out, LOSSES: record.bad_steps.losses}
         self.checkpoints.save(step, to_flat(state), metadata=metadata)
-        record.saved_step = step
+        record.saved(step, stall_seconds=time.perf_counter() - began)
 
     def sample(self, state: TrainState) -> str | None:
         """Text from the model; None without a tokenizer, or with config.sample.tokens=0."""
@@ -209,6 +341,18 @@ class Run:
         return int(distributed.largest([self.interrupted.code])[0])
 
     # What it tells.
+
+    def _tell_restored(self, step: int) -> None:
+        lost = last_step(self.workdir / "metrics.jsonl") - step
+        again, every = "", self.config.checkpoint.every
+        if lost > 0:
+            again = f"; {lost} steps behind it were lost with the process, and are done again"
+        if 0 < every < lost:
+            again += (
+                f", more than config.checkpoint.every={every}: a save was in flight, failed or "
+                "damaged; lower it, or set config.checkpoint.local"
+            )
+        log.info("continuing from the checkpoint of step %d%s", step, again)
 
     def tell_start(self, step: int, loss: float, *, record: Recorder) -> None:
         """The held-out loss beside the unigram entropy; that of step 0 goes on record."""
@@ -260,10 +404,30 @@ class Run:
         log.info(text)
 
 
+class Batches:
+    """An iterator over the training batches, on the devices, that can be sent elsewhere."""
+
+    def __init__(self, run: Run, start: int):
+        self._run = run
+        self._batches = device_batches(run.plan, run.corpus.train, start=start)
+
+    def go_to(self, start: int) -> None:
+        """Batch `start` is the next."""
+        self._batches.close()
+        self._batches = device_batches(self._run.plan, self._run.corpus.train, start=start)
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def close(self) -> None:
+        self._batches.close()
+
+
 def metadata_of(config: Config, corpus: Corpus, *, plan: Plan) -> dict[str, Any]:
     """What a checkpoint says beside its arrays.
 
-    The position in the data is the step itself: batch n is a function of (seed, n).
+    The position in the data is the step itself, and the batches that were left out: batch n is a
+    function of (seed, n).
     """
     return {
         "config": run_config.to_json(config),

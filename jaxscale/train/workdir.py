@@ -12,7 +12,7 @@ from typing import Any
 from jaxscale import config as run_config
 from jaxscale.checkpoint.leaves import different_keys
 from jaxscale.config import Config
-from jaxscale.files import require_writable, write_atomically
+from jaxscale.files import require_writable, telling, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +40,28 @@ def check_workdir(workdir: Path, config: Config) -> None:
             f"--workdir={workdir} cannot be written to ({error.strerror}); choose another folder"
         ) from None
     path = workdir / "config.json"
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    try:
-        saved = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a JSON object ({error}); move it away if the workdir is to be used "
-            "again"
-        ) from None
+    saved = _read_config(path)
     # A run that saved nothing has nothing to lose.
     if any((workdir / "checkpoints").glob("[0-9]*")):
         check_same_run(workdir, config, saved=saved)
+
+
+def _read_config(path: Path) -> dict:
+    """The config of a run, of this version or another. Raises ValueError, naming the file."""
+    try:
+        saved = dict(json.loads(path.read_text()))
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+    except (ValueError, TypeError, RecursionError) as error:
+        what = f"is not a JSON object ({error})"
+    else:
+        odd = [part for part in ("model", "optim", "data") if not isinstance(saved.get(part), dict)]
+        if not odd:
+            return saved
+        what = f"is no config of a run: {odd[0]} is {run_config.shown(saved.get(odd[0]))}"
+    raise ValueError(f"{path} {what}; move it away if the workdir is to be used again")
 
 
 def check_same_run(workdir: Path, config: Config, *, saved: dict) -> None:
@@ -127,11 +137,12 @@ def write_config(workdir: Path, config: Config, *, saved_step: int | None) -> No
     as config.stepN.json, if they differ.
     """
     path, text = workdir / "config.json", json.dumps(run_config.to_json(config), indent=2) + "\n"
-    old = path.read_bytes() if path.exists() else b""
-    kept = workdir / f"config.step{saved_step}.json"
-    if old and saved_step is not None and old != text.encode() and not kept.exists():
-        write_atomically(kept, old)
-    write_atomically(path, text.encode())
+    with telling(f"{path} cannot be written", "make room, or choose another --workdir"):
+        old = path.read_bytes() if path.exists() else b""
+        kept = workdir / f"config.step{saved_step}.json"
+        if old and saved_step is not None and old != text.encode() and not kept.exists():
+            write_atomically(kept, old)
+        write_atomically(path, text.encode())
 
 
 # Files of the model that a run began with; an export has them again.

@@ -234,6 +234,47 @@ def test_a_damaged_step_is_named_passed_over_and_put_aside_by_the_next_save(
         assert_same(restore_from(checkpointer)[1], make_state(7))
 
 
+def test_a_step_under_the_name_of_another_is_refused_and_the_one_before_is_used(tmp_path, caplog):
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "2").rename(tmp_path / "9")
+    with Checkpointer(tmp_path, keep_last=2) as checkpointer:
+        assert checkpointer.latest_step() == 1
+        with pytest.raises(CheckpointError, match="9: it holds step 2, saved under that name"):
+            checkpointer.metadata(9)
+        assert restore_from(checkpointer)[0] == 1
+        assert "checkpoint step 9 in" in caplog.text and "it holds step 2" in caplog.text
+        checkpointer.save(2, make_state(2), metadata={})
+    assert names(tmp_path) == ["1", "2", "9.corrupt"]
+
+
+def plant(path, kind):
+    if kind == "a file":
+        path.write_text("not a checkpoint")
+    else:
+        path.symlink_to(path.parent / "nowhere" if kind == "a link to nothing" else path.parent)
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link to nothing", "a link to a folder"])
+def test_what_stands_where_a_step_goes_stops_no_save(tmp_path, caplog, kind):
+    save_steps(tmp_path, 1)
+    for name in ("2", "2.saving", "2.replaced", "0.deleting"):
+        plant(tmp_path / name, kind)
+    save_steps(tmp_path, 2, keep_last=2)
+    is_stray = kind != "a link to a folder"  # that is a step, until one of its name is saved
+    assert names(tmp_path) == ["1", "2"] + ["2.stray"] * is_stray
+    assert ("2 to 2.stray; delete it" in caplog.text) == is_stray
+    assert restore(tmp_path)[0] == 2
+
+
+def test_a_step_that_is_a_link_to_a_folder_is_restored(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "2").rename(tmp_path / "elsewhere")
+    (tmp_path / "2").symlink_to(tmp_path / "elsewhere")
+    assert restore(tmp_path)[0] == 2
+    save_steps(tmp_path, 3, keep_last=1)
+    assert names(tmp_path) == ["3", "elsewhere"]
+
+
 def test_when_no_step_is_sound_the_error_lists_each(tmp_path):
     save_steps(tmp_path, 1, 2)
     DAMAGES["truncated"](tmp_path / "1")
@@ -394,6 +435,46 @@ def test_a_write_that_fails_in_the_background_is_raised_by_the_next_call(tmp_pat
         checkpointer.save(4, state, metadata={})
         checkpointer.close()
         assert names(tmp_path) == ["4"]
+
+
+FAILING = """
+    # Every write fails, as on a full disk, and the process leaves in each of the ways it may.
+    import logging, resource, signal, sys
+    import jax, numpy as np
+    from jaxscale.checkpoint.checkpointer import Checkpointer, CheckpointError
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    state = {str(n): jax.numpy.ones((300, 300)) * n for n in range(12)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
+    try:
+        with Checkpointer(sys.argv[1], keep_last=1) as checkpointer:
+            checkpointer.save(1, state, metadata={})
+            if sys.argv[2] == "wait":
+                checkpointer.wait()
+            if sys.argv[2] == "raise":
+                raise ValueError("what ended the run")
+    except (CheckpointError, ValueError) as error:
+        print("error:", error, "from", type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("way", ["close", "wait", "raise"])
+def test_a_save_that_fails_is_told_in_one_line_and_without_a_traceback(tmp_path, way):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FAILING), str(tmp_path), way],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    lines = done.stdout.splitlines()
+    told = f"saving step 1 to {tmp_path} failed: "
+    assert done.returncode == 0 and done.stdout.count(told) == 1, done.stdout
+    assert len(lines) == (2 if way == "raise" else 1), done.stdout
+    if way == "raise":
+        assert told in lines[0]
+        assert lines[1] == "error: what ended the run from ValueError"
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):

@@ -47,7 +47,12 @@ def test_a_store_holds_every_document_once_in_another_order(corpus, tmp_path):
     assert store.dtype == np.uint16
     texts, expected = texts_of(store), [f"text {number}" for number in range(50)]
     assert sorted(texts) == sorted(expected) and texts != expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out.bin", "out.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "corpus",
+        "out.bin",
+        "out.crc",
+        "out.idx",
+    ]
 
 
 def test_a_large_vocabulary_is_stored_as_int32(corpus, tmp_path):

@@ -1,0 +1,211 @@
+"""Steps that are not finite, or spikes: skipped bit by bit, named, and gone back over."""
+
+import dataclasses
+import json
+import logging
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale.checkpoint.checkpointer import Checkpointer
+from jaxscale.config import (
+    BadStepsConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    Dtype,
+    EvalConfig,
+    LogConfig,
+    SampleConfig,
+)
+from jaxscale.data.loader import open_dataset
+from jaxscale.models import llama
+from jaxscale.optim import adamw
+from jaxscale.schedules import cosine
+from jaxscale.step import update as step_update
+from jaxscale.train.bad_steps import BadStepError
+from jaxscale.train.loop import train
+
+MARK = 7  # a byte that one document alone has
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """40 documents, of which one in batch 10 has the mark, once."""
+    folder = tmp_path_factory.mktemp("marked")
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"The cat {number} sat on the mat. " * 8)
+    config = config_of(folder)
+    corpus = open_dataset(config.data, seed=config.seed, seq_len=32, vocab_size=257)
+    document, _ = corpus.train.documents([8 * 10 + 4])[0]
+    text = bytes(corpus.dataset[document][:-1].tolist()).decode()
+    (folder / f"{text.split()[2]}.txt").write_text(text.replace("mat.", f"mat{chr(MARK)}", 4))
+    return folder
+
+
+def config_of(folder, **changes) -> Config:
+    return dataclasses.replace(
+        Config(
+            model=llama.Config(
+                vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64
+            ),
+            optim=adamw.Config(),
+            schedule=cosine.Config(peak=3e-3, warmup_steps=2),
+            steps=16,
+            batch_size=8,
+            seq_len=32,
+            dtype=Dtype.FLOAT32,
+            data=DataConfig(
+                path=str(folder / "*.txt"),
+                cache_dir=str(folder / "cache"),
+                eval_fraction=0.2,
+                shuffle=False,
+            ),
+            checkpoint=CheckpointConfig(every=2, keep_last=20),
+            evaluation=EvalConfig(batches=1),
+            sample=SampleConfig(tokens=0),
+            log=LogConfig(tensorboard=False),
+        ),
+        **changes,
+    )
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """`poison(nan)`: what the loss of a microbatch with the mark in it is multiplied by."""
+    original = step_update._loss
+
+    def poison(factor):
+        def poisoned(held, extra, *, microbatch, **options):
+            loss, extra = original(held, extra, microbatch=microbatch, **options)
+            is_marked = (microbatch.tokens == MARK).any()
+            return loss * jnp.where(is_marked, jnp.float32(factor), jnp.float32(1)), extra
+
+        monkeypatch.setattr(step_update, "_loss", poisoned)
+
+    return poison
+
+
+def marked_batches(config):
+    """The numbers of the batches that the mark is in."""
+    corpus = open_dataset(config.data, seed=config.seed, seq_len=32, vocab_size=257)
+    batches = [corpus.train.rows(np.arange(8) + 8 * n).tokens for n in range(config.steps)]
+    return [n for n, tokens in enumerate(batches) if (tokens == MARK).any()]
+
+
+def records(workdir):
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def leaves_saved(workdir, step):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def wanted(leaves, metadata):
+        return {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for path, leaf in leaves.items()
+        }
+
+    with Checkpointer(workdir / "checkpoints", keep_last=0) as checkpointer:
+        restored = checkpointer.restore(wanted, step)
+    assert restored is not None
+    _, state, _ = restored
+    return {path: np.asarray(leaf) for path, leaf in state.items()}
+
+
+@pytest.mark.parametrize("factor, spike", [(np.nan, 0.0), (np.inf, 0.0), (50.0, 8.0)])
+def test_a_bad_step_is_skipped_counted_and_its_documents_named(
+    folder, tmp_path, poison, caplog, factor, spike
+):
+    poison(factor)
+    settings = BadStepsConfig(spike=spike, window=8)
+    config = config_of(
+        folder, bad_steps=settings, checkpoint=CheckpointConfig(every=1, keep_last=99)
+    )
+    marked = marked_batches(config)
+    assert not spike or marked[0] >= 9  # a limit needs eight losses, two steps before
+    caplog.set_level(logging.INFO)
+    assert train(config, tmp_path).step == 16
+    skipped = [record["step"] for record in records(tmp_path) if record["skipped"]]
+    assert skipped == [n + 1 for n in marked] and skipped
+    lines = [json.loads(line) for line in (tmp_path / "bad_batches.jsonl").read_text().splitlines()]
+    store = open_dataset(config.data, seed=0, seq_len=32, vocab_size=257).dataset
+    for line, batch in zip(lines, marked, strict=True):
+        assert (line["step"], line["batch"]) == (batch + 1, batch)
+        assert line["rows"] == [8 * batch, 8 * batch + 7]
+        documents = {n for a, b in line["documents"] for n in range(a, b + 1)}
+        assert any((store[n] == MARK).any() for n in documents)
+    before, after = (leaves_saved(tmp_path, step) for step in (marked[0], marked[0] + 1))
+    changed = [key for key in before if before[key].tobytes() != after[key].tobytes()]
+    assert changed == ["step"]
+    assert f"{len(marked)} updates were skipped; bad_batches.jsonl has their batches" in caplog.text
+
+
+def test_too_many_in_a_row_stop_the_run_and_nothing_of_them_is_in_the_state(
+    folder, tmp_path, monkeypatch, poison
+):
+    poison(np.nan)
+    monkeypatch.setattr(f"{__name__}.MARK", ord("T"))  # every document has it
+    with pytest.raises(
+        BadStepError, match=r"step 3: loss is nan, grad_norm is nan, the last of 3 in a row"
+    ):
+        train(config_of(folder, bad_steps=BadStepsConfig(stop_after=3)), tmp_path)
+    (saved,) = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
+    assert saved == 2
+    assert all(np.isfinite(leaf).all() for leaf in leaves_saved(tmp_path, 2).values())
+
+
+def test_a_run_goes_back_over_bad_steps_and_leaves_their_batches_out_also_after_a_restart(
+    folder, tmp_path, poison, caplog
+):
+    poison(np.nan)
+    settings = BadStepsConfig(stop_after=1, roll_back=3)
+    config = config_of(folder, bad_steps=settings, checkpoint=CheckpointConfig(every=4))
+    marked = marked_batches(config)
+    assert marked[0] >= 4  # behind the first checkpoint
+    caplog.set_level(logging.INFO)
+    assert train(dataclasses.replace(config, steps=14), tmp_path / "run").step == 14
+    assert "and leaving out the batches since" in caplog.text
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 15))
+    assert not any(record["skipped"] for record in records(tmp_path / "run"))
+    train(config, tmp_path / "run")
+    # The same run as one that never saw the batches between.
+    first, last = marked[0] // 4 * 4, marked[-1]
+    left_out = last + 1 - first
+    assert f"to {marked[0] + 1} were skipped: going back to step {first}" in caplog.text
+    numbers = [*range(first), *range(first + left_out, 16 + left_out)]
+    tokens = [record["tokens"] for record in records(tmp_path / "run")]
+    corpus = open_dataset(config.data, seed=0, seq_len=32, vocab_size=257)
+    rows = [corpus.train.rows(np.arange(8) + 8 * n) for n in numbers]
+    assert tokens == [int((row.targets >= 0).sum()) for row in rows]
+
+
+def test_without_a_checkpoint_from_before_there_is_no_way_back(
+    folder, tmp_path, poison, monkeypatch
+):
+    poison(np.nan)
+    monkeypatch.setattr(f"{__name__}.MARK", ord("T"))
+    settings = BadStepsConfig(stop_after=2, roll_back=1)
+    with pytest.raises(BadStepError, match="steps 1 to 2 were skipped, and there is no checkpoint"):
+        train(config_of(folder, bad_steps=settings), tmp_path)
+
+
+def test_the_limit_of_a_spike_is_the_same_after_a_restart(folder, tmp_path):
+    config = config_of(folder, bad_steps=BadStepsConfig(spike=0.5, window=8))
+    train(config, tmp_path / "whole")
+    skipped = [record["step"] for record in records(tmp_path / "whole") if record["skipped"]]
+    again = shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    for path in (again / "checkpoints").iterdir():
+        if int(path.name) > 12:
+            shutil.rmtree(path)
+    train(config, again)
+    losses = [
+        [(r["step"], r["loss"], r["skipped"]) for r in records(tmp_path / run)]
+        for run in ("whole", "again")
+    ]
+    assert losses[0] == losses[1]
+    print(skipped)

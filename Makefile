@@ -9,7 +9,7 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
-.PHONY: help train test test-layouts test-slurm lint types venv clean
+.PHONY: help train test test-layouts test-faults test-slurm lint types venv clean
 
 BIN := $(VENV)/bin
 CODE := $(sort $(dir $(wildcard jaxscale/*.py configs/*.py scripts/*.py tests/*.py)))
@@ -39,6 +39,11 @@ test-slurm: venv  ## scripts/train.slurm on a SLURM of this machine, installed i
 		echo "make: slurm-wlm and munge cannot be installed here (they need apt-get, root and a network)" >&2
 	@if $(SUDO) true 2>/dev/null; then run="$(SUDO)"; else run=; fi; \
 		$$run env PYTHONDONTWRITEBYTECODE=1 $(BIN)/pytest -m slurm -s tests/slurm $(ARGS)
+
+# FAULTS=34 makes docs/reliability.md's campaign.
+FAULTS ?= 1
+test-faults: venv  ## kill and damage runs at random moments, FAULTS times each; one takes 3 minutes
+	JAXSCALE_FAULTS=$(FAULTS) $(BIN)/pytest -m faults tests/faults $(ARGS)
 
 lint: venv  ## ruff: rules and formatting
 	$(BIN)/ruff check $(CODE) kernels

@@ -28,6 +28,7 @@ PAGES = (
     "docs/performance.md",
     "docs/parallelism.md",
     "docs/clusters.md",
+    "docs/reliability.md",
 )
 # Up to the fence that ends the block.
 BODY = r"(?:(?!^```).)*"

@@ -41,6 +41,9 @@ def update(
     with jax.named_scope("optimizer"):
         gradients = layout.summed(gradients, plan)
         grad_norm = optax.tree.norm(gradients)
+        # The barrier keeps XLA from summing loss and gradients over devices in one call, which
+        # holds buffers of the loss until then: 0.9 GiB of 8B on HSDP 8 x 8, 2 of 70B with tensor 8.
+        loss = jax.lax.optimization_barrier(loss)
         is_good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         if loss_limit is not None:
             is_good &= loss <= loss_limit

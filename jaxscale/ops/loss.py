@@ -45,6 +45,8 @@ def cross_entropy(
     products.
     """
     options = _Options(vocab_size=vocab_size, z_loss=z_loss, cap=cap, dtype=jnp.dtype(dtype))
+    # Outside of the derivative, whose gradient is laid out as what comes in.
+    x_BSD = shd.constrain(x_BSD, _x_axes())
     return _cross_entropy(x_BSD, head_DV, targets_BS, options)
 
 
@@ -71,12 +73,7 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients):
     # Stages of a pipeline share the vocabulary too, each within its own region.
     vocab_axes = shd.mesh_axes("vocab", with_manual=True)
     token_axes = shd.mesh_axes("batch seq")
-    # Sequence parallelism: x comes in parts, and its gradient goes so. A chunk has as many tokens
-    # of each part, so that x is whole a chunk at a time, and of a sum over the vocabulary each
-    # device gets its part. Over stages, which may be on other hosts, those alone are sent.
-    sequence_axes = tuple(a for a in shd.mesh_axes("residual_seq") if a not in shd.mesh_axes("seq"))
-    if not set(sequence_axes) <= set(vocab_axes):
-        sequence_axes = ()
+    sequence_axes = _sequence_axes()
 
     def varying(x, axes):
         return jax.lax.pcast(x, axes, to="varying") if axes else x
@@ -128,11 +125,24 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients):
             dhead_DV = jax.lax.psum(dhead_DV, replicated)
         return loss, dx.reshape(-1, dim)[:tokens].reshape(x_BSD.shape), dhead_DV
 
-    x_axes = f"batch {'residual_seq' if sequence_axes else 'seq'} act_embed"
-    x_BSD = shd.constrain(x_BSD, x_axes)
-    in_axes = (x_axes, "embed vocab", "batch seq")
+    in_axes = (_x_axes(), "embed vocab", "batch seq")
     out_axes = ("", in_axes[0], in_axes[1]) if with_gradients else ("",)
     return shd.shard_map(local, in_axes=in_axes, out_axes=out_axes)(x_BSD, head_DV, targets_BS)
+
+
+def _sequence_axes() -> tuple[str, ...]:
+    """Sequence parallelism: x comes in parts along these mesh axes, and its gradient goes so.
+
+    A chunk has as many tokens of each part, so that x is whole a chunk at a time, and of a sum over
+    the vocabulary each device gets its part. Over stages, which may be on other hosts, those alone
+    are sent.
+    """
+    axes = tuple(a for a in shd.mesh_axes("residual_seq") if a not in shd.mesh_axes("seq"))
+    return axes if set(axes) <= set(shd.mesh_axes("vocab", with_manual=True)) else ()
+
+
+def _x_axes() -> str:
+    return f"batch {'residual_seq' if _sequence_axes() else 'seq'} act_embed"
 
 
 def _chunk(x_TD, head_DV, targets_T, *, options, vocab_axes):

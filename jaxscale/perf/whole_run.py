@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.data.convert import default_cache_dir
+from jaxscale.launch import EXIT_AGAIN
 from jaxscale.perf import processes
 from jaxscale.perf.gpus import gpu_names
 from jaxscale.perf.provenance import provenance
@@ -39,7 +40,6 @@ SETTINGS = (
     "--config.evaluation.batches=1",
     "--config.evaluation.every=0",
 )
-EXIT_INTERRUPTED = 130
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class Run:
             timeout_seconds=options.timeout_seconds,
             environment=self._environment,
             watch=self._watch,
-            expected=(0, EXIT_INTERRUPTED),
+            expected=(0, EXIT_AGAIN),
         )
         if (num_done := len(self.steps())) < self._num_steps:
             raise processes.FailedError(

@@ -34,7 +34,7 @@ from pathlib import Path
 
 workdir = Path(sys.argv[-1].removeprefix("--workdir="))
 workdir.mkdir(parents=True)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 cache = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
 is_cold = not cache.exists()
 cache.mkdir(exist_ok=True)

@@ -26,6 +26,7 @@ from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
 from jaxscale.train import run
 from jaxscale.train.loop import train
+from jaxscale.train.stop import Interrupts
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,14 @@ def test_the_steps_count_from_the_first_of_this_process(folder, plain, tmp_path)
 
 def test_an_interrupted_run_keeps_what_was_recorded(folder, tmp_path, monkeypatch):
     calls = itertools.count()
-    monkeypatch.setattr(run, "interrupts", lambda: contextlib.nullcontext(lambda: next(calls) == 2))
+
+    class AtTheThird(Interrupts):
+        def __call__(self) -> bool:
+            return next(calls) == 2
+
+    told = AtTheThird()
+    told.code = 130
+    monkeypatch.setattr(run, "interrupts", lambda: contextlib.nullcontext(told))
     assert train(run_of(folder, profile=ProfileConfig(steps=4)), tmp_path).interrupted
     assert profiled_steps(tmp_path)[0] == [1, 2]
 

@@ -88,8 +88,8 @@ import atexit, sys, threading, time
 from jaxscale.train import stop
 stop.end_at_once()
 stop.end_in_order()
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     time.sleep(600)
 finally:
     print("tidied up", flush=True)

@@ -156,6 +156,7 @@ class _Hub:
             if self._missing == 0 and self._server.fileno() >= 0:
                 selector.unregister(self._server)
                 self._server.close()  # all are there: nobody else has any business here
+        self._gone.sort()
         self.send(["vanished", self._gone])
         self._watch.lost(self._gone)
 

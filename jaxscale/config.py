@@ -297,6 +297,17 @@ class BadStepsConfig:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
+class WatchdogConfig:
+    """When a process of scripts/train.py is stuck, and the run ends with its stacks; 0: never."""
+
+    # In a step: so long beyond three times the slowest of the last. A minute for steps of 10 s.
+    step_seconds: float = number(least=0, default=30.0)
+    # In what takes what a disk or a compiler takes: a batch, a checkpoint, the first of the steps.
+    # That the others wait for it is said with its stack after `step_seconds`.
+    pause_seconds: float = number(least=0, default=1800.0)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
 class EvalConfig:
     # Steps between evaluations of the held-out text besides the first and the last; 0: none.
     every: int = number(least=0, default=0)
@@ -369,6 +380,7 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     bad_steps: BadStepsConfig = dataclasses.field(default_factory=BadStepsConfig)
+    watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
     evaluation: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)

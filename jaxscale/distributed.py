@@ -24,16 +24,17 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.launch import EXIT_AGAIN, EXPLICIT, Launch, detect, gpus_of, seconds_of
-from jaxscale.watch import Watch
+from jaxscale.watch.watched import Watched
 
 log = logging.getLogger(__name__)
 
 # How long a process waits for the others, and the variable that changes it.
 JOIN_SECONDS = 60
 PATIENCE = "JAXSCALE_JOIN_SECONDS"
-# After that long without a word of JAX in a process the others abort. `watch.py` knows of one that
-# is dead at once; this is for one that is stopped. JAX's own 100 s held 2 GPUs for 96 s (2 x H200).
-HEARTBEAT_SECONDS = 10
+# After that long without a word of JAX in a process the others abort. The watchdogs know sooner and
+# say who and where; this is for networks that let only JAX through. JAX's own 100 s held 2 GPUs for
+# 96 s (2 x H200).
+HEARTBEAT_SECONDS = 25
 HEARTBEAT = "JAXSCALE_HEARTBEAT_SECONDS"
 # What gloo, NCCL and JAX's own service say in a process whose partner is gone. Which one that was
 # is known a moment later, also where it takes a second to say why it ends.
@@ -43,7 +44,7 @@ NAMING_SECONDS = 5.0
 CLOSING_SECONDS = 20.0
 INVITATION = "jaxscale/watch"
 
-_watch: Watch | None = None
+_watch: Watched | None = None
 
 
 def initialize(command: str = "the same command") -> None:
@@ -93,40 +94,50 @@ def _start_watch(launch: Launch, *, seconds: int, advice: str) -> None:
     global _watch
     client = jax_distributed.global_state.client
     assert client is not None
-    _watch = Watch(launch.process, advice=advice)
+    _watch = Watched(launch.process, advice=advice)
     if launch.process == 0:
         host = launch.host if launch.is_loopback else ""
         client.key_value_set(INVITATION, _watch.lead(host, num_processes=launch.num_processes))
         return
     try:
-        _watch.follow(launch.host, client.blocking_key_value_get(INVITATION, 1000 * seconds))
+        invitation = client.blocking_key_value_get(INVITATION, 1000 * seconds)
+        _watch.follow(launch.host, invitation, num_processes=launch.num_processes)
     except OSError as error:
         log.warning(
             "process %d cannot reach process 0 on a port of its own (%s): that a process was "
-            "killed is noticed after %s seconds, and by JAX alone",
+            "killed or is stuck is noticed after %s seconds, and by JAX alone",
             launch.process,
             error,
             os.environ.get(HEARTBEAT, HEARTBEAT_SECONDS),
         )
 
 
+def at(step: int | None, phase: str, *, allowed: float) -> None:
+    """Tells the watchdog of this process, if it has one, where it is: see `Watched.at`."""
+    if _watch is not None:
+        _watch.at(step, phase, allowed=allowed)
+
+
 @contextlib.contextmanager
-def faults_end_all(tell: Callable[[BaseException], int]) -> Iterator[None]:
+def faults_end_all(tell: Callable[[BaseException], int], *, advice: str = "") -> Iterator[None]:
     """Where there are other processes, an exception inside ends this one at once, and tells them.
 
     They wait for it in a collective, and an ordinary exit would wait for them. tell: prints what
     the user is to know of the exception and returns the exit code. If the exception is only what
-    another process's end looks like from here, that process is named instead.
+    another process's end looks like from here, that process is named instead. A process that is
+    alone gets its watchdog here; advice: what it tells the user when it ends the process.
     """
-    global _end
+    global _end, _watch
     if _watch is not None:
         _end = functools.partial(_end_all, tell=tell)
+    else:
+        _watch = Watched(0, advice=advice)
     try:
         yield
     except BaseException as error:
         _end(error)
         raise
-    if _watch is not None:
+    finally:
         _watch.close()
 
 

@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
         from jaxscale.train.loop import train
 
         stop.end_in_order()
-        with distributed.faults_end_all(tell_fault):
+        advice = f"continue with: {command_to_repeat()}"
+        with distributed.faults_end_all(tell_fault, advice=advice):
             return train(CONFIG.value, workdir, command=command_to_repeat()).exit_code
     except (Exception, KeyboardInterrupt) as error:
         return tell_fault(error)

@@ -77,15 +77,13 @@ def test_a_process_that_is_alone_joins_nobody(joined, monkeypatch):
     assert joined == []
 
 
-def test_a_process_joins_as_the_environment_says_with_a_heartbeat_of_ten_seconds(
-    joined, monkeypatch
-):
+def test_a_process_joins_as_the_environment_says_with_a_heartbeat(joined, monkeypatch):
     set_jax(monkeypatch, COORDINATOR_ADDRESS="localhost:1", NUM_PROCESSES="4", PROCESS_ID="3")
     distributed.initialize()
     (options,) = joined
     assert (options["num_processes"], options["process_id"]) == (4, 3)
     assert options["coordinator_address"] == options["coordinator_bind_address"] == "localhost:1"
-    assert options["heartbeat_timeout_seconds"] == 10
+    assert options["heartbeat_timeout_seconds"] == distributed.HEARTBEAT_SECONDS
     assert options["initialization_timeout"] == 2 * distributed.JOIN_SECONDS
     monkeypatch.setenv("JAXSCALE_HEARTBEAT_SECONDS", "30")
     distributed.initialize()

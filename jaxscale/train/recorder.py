@@ -18,6 +18,7 @@ from jaxscale.metrics.meter import Meter
 from jaxscale.metrics.writers import Writers, open_writers
 from jaxscale.train.bad_steps import FILE as BAD_BATCHES
 from jaxscale.train.bad_steps import BadSteps
+from jaxscale.train.pace import Pace
 from jaxscale.train.profile import Profile
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Recorder:
         self._first_step, self._facts, self._workdir = first_step, facts, workdir
         self._config, self.bad_steps, self._goodput = config, bad_steps, goodput
         self._wait_seconds, self._seconds_since_save = 0.0, 0.0
+        self._step, self._pace = first_step, Pace(config.watchdog)
         if before := read(workdir / "metrics.jsonl", step=first_step):
             goodput.go_on_from(before)
         self._writers = self._open_writers(first_step)
@@ -117,9 +119,11 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         self._goodput.begin_steps()
         self._meter.restart()
+        self._pace.tell(self._step, "step")
         return self
 
     def __exit__(self, *exception) -> None:
+        self._pace.tell(self._step, "closing")
         self._writers.close()
         self._profile.stop()  # of a run that ended early
 
@@ -127,7 +131,9 @@ class Recorder:
     def waiting(self) -> Iterator[None]:
         """Around the wait for a batch."""
         began = time.perf_counter()
+        self._pace.tell(self._step, "data")
         yield
+        self._pace.tell(self._step, "step")
         self._wait_seconds = time.perf_counter() - began
 
     def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
@@ -137,6 +143,8 @@ class Recorder:
             # Without another step behind it, whose launches its scalars may have to wait for: this
             # time is what a start costs.
             self._write(self._meter.flush())
+        self._step = step
+        self._pace.tell(step, "step")
 
     @contextlib.contextmanager
     def paused(self, phase: str) -> Iterator[None]:
@@ -145,8 +153,12 @@ class Recorder:
         phase: its name in a profile, and what its time counts as. Raises BadStepError before.
         """
         self._write(self._meter.flush())
+        began = time.perf_counter()
+        self._pace.tell(self._step, phase)
         with jax.profiler.TraceAnnotation(phase), self._goodput.phase(phase):
             yield
+        self._pace.took(phase, time.perf_counter() - began)
+        self._pace.tell(self._step, "step")
         self._meter.restart()
 
     def evaluation(self, step: int, loss: float) -> None:
@@ -169,7 +181,7 @@ class Recorder:
         self._writers = self._open_writers(step)
         self._goodput.lose_steps(self._seconds_since_save)
         self._seconds_since_save = 0.0
-        self.saved_step = step
+        self.saved_step = self._step = step
         self.bad_steps.reset(losses)
 
     def tell_end(self) -> None:
@@ -195,6 +207,7 @@ class Recorder:
             facts = self._facts if record["step"] == self._first_step + 1 else {}
             self._writers.write(record | facts)
             self._goodput.add_step(record)
+            self._pace.took("step", record["step_seconds"])
             self._seconds_since_save += record["step_seconds"]
             self.bad_steps.take(record, saved=self._describe_saved())
 

@@ -1,226 +1,387 @@
-"""Notices that another process of the run is gone, within a second, and says which.
+"""The watchdog of one process: `python -m jaxscale.watch.watchdog PIPE STACKS PROCESS PID ADVICE`.
 
-Every process has one connection to process 0, open for as long as it lives: the kernel closes it
-whatever ends the process, and asks a host that is silent. Process 0 tells the others. JAX's own
-heartbeat is slower (10 s at best) and aborts with a native stack that names nobody; it stays behind
-this one, for a process that is there and does nothing.
+Every watchdog has one connection to that of process 0, open for as long as its process lives: the
+kernel closes it whatever ends the process, and a host that is silent is given up. Process 0's tells
+the others. JAX's own heartbeat aborts with a native stack that names nobody; it is what is left
+where a network lets only JAX through.
+
+A message of a watchdog to that of process 0: failed, bye, stuck, report, ping. The other way:
+vanished, failed, bye, report, verdict, ping.
 """
 
 import contextlib
+import dataclasses
+import heapq
+import itertools
 import json
-import math
 import os
 import secrets
+import select
 import selectors
 import socket
-import struct
 import sys
-import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from jaxscale.launch import EXIT_AGAIN
+from jaxscale.watch.lines import Line
+from jaxscale.watch.verdict import Report, judge, lost, name_of
+from jaxscale.watch.ward import Ward, main_stack, say
 
-# A silent host is given up after 2 + 3 * 2 s, before JAX's heartbeat of 10 s would abort.
-KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 CONNECT_SECONDS = 10
+TICK_SECONDS = 1.0
+# A host that says nothing is given up; this process itself may have been starved or suspended for
+# a part of that time (GAP_SECONDS), which counts for nobody.
+PING_SECONDS, SILENT_SECONDS, GAP_SECONDS = 3.0, 15.0, 3.0
 # Those that a lost host takes with it are gone at once, and are named together.
 GATHER_SECONDS = 0.3
 # Where all make the same mistake each says so itself, before it hears it of another.
 OWN_WORDS_SECONDS = 2.0
-LONGEST_LINE = 2**16
+# A process that is stopped for longer than a user's slip keeps all others waiting.
+STOPPED_SECONDS = 4.0
+# What all watchdogs have to report, what one of them waits for the verdict, and for the next.
+REPORT_SECONDS, VERDICT_SECONDS, AGAIN_SECONDS = 4.0, 10.0, 60.0
+# What a process has to end by itself, once told.
+END_SECONDS = 5.0
 
 
-class Watch:
-    """The connections of a process. Its threads are daemons; `close` before a normal end.
+@dataclasses.dataclass
+class _Place:
+    """Where the process says that it is; the fields are those of `Report`."""
 
-    leave: what to do with the text that says who is gone; ends the process. advice: what the user
-    is to do then.
+    step: int | None = None
+    phase: str = "start-up"
+    allowed: float = 0.0
+    since: float = 0.0
+
+
+class Seen(Protocol):
+    """The process, as `Ward` sees it."""
+
+    def state(self) -> str: ...
+    def stacks(self) -> str: ...
+    def kill(self) -> None: ...
+
+
+class Watchdog:
+    """me: [process, host, pid]. pipe: to the process. advice: what the user is to do if it ends.
+
+    It tells where it is (at), and with whom it runs (lead, follow); that it failed, and why; or
+    that it ends well (bye). It is told: invitation, following, warn, end.
     """
 
-    def __init__(
-        self, process: int, *, advice: str = "", leave: Callable[[str], None] | None = None
-    ):
-        self._advice = advice
-        self._leave = leave or end_with
-        self.me = [process, socket.gethostname(), os.getpid()]
-        self._is_closed = threading.Event()
-        self._told = threading.Event()
-        self._line: _Line | None = None
-        self._hub: _Hub | None = None
+    def __init__(self, me: list, *, ward: Seen, pipe: Line, advice: str = ""):
+        self.me, self._ward, self._pipe, self._advice = me, ward, pipe, advice
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._is_over = self._is_closing = self._is_told = False
+        self._place = _Place(since=time.monotonic())
+        self._stopped_since: float | None = None
+        self._quiet_until = 0.0  # nothing more is said of what is stuck before
+        self._above: Line | None = None
+        self._server: socket.socket | None = None
+        self._token, self._num_others, self._missing = "", 0, 0
+        self._below: dict[int, Line] = {}
+        self._gone: list[list] = []
+        self._heard: dict[Line, float] = {}
+        self._reports: dict[int, Report] | None = None
+        self._stacks, self._awaits_verdict = "", False
+        self._add(pipe, self._from_process)
+        self._last_turn = time.monotonic()
 
-    def lead(self, host: str, *, num_processes: int) -> str:
-        """For process 0: listens, on that address ("": all), and returns what the others need."""
-        self._hub = _Hub(self, host, num_processes=num_processes)
-        return json.dumps([self._hub.port, self._hub.token, self.me])
+    # The loop.
 
-    def follow(self, host: str, invitation: str) -> None:
-        """For the others: connects to process 0, with what it returned. Raises OSError."""
-        port, token, lead = json.loads(invitation)
-        connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
-        connection.settimeout(None)
-        self._line = _Line(connection)
-        self._line.who = lead
-        self._line.send(["hello", token, *self.me])
-        threading.Thread(target=self._listen, name="watch", daemon=True).start()
+    def run(self) -> None:
+        """Until the process has ended, or says that it will end well; closes all connections."""
+        self._after(TICK_SECONDS, self._tick)
+        self._after(PING_SECONDS, self._ping)
+        while not self._is_over:
+            wait = max(0.0, self._timers[0][0] - time.monotonic())
+            for key, _ in self._selector.select(wait):
+                if key.fd in self._selector.get_map():  # nobody took it out meanwhile
+                    key.data(key.fileobj)
+            while self._timers[0][0] <= time.monotonic():
+                heapq.heappop(self._timers)[2]()
+        for open_one in (*self._heard, self._server):
+            if open_one is not None:
+                open_one.close()
 
-    def _listen(self) -> None:
-        assert self._line is not None
-        while True:
-            messages = self._line.receive()
-            for kind, *rest in messages or ():
-                if kind == "bye":
-                    self._is_closed.set()
-                elif kind == "vanished":
-                    self.lost(*rest)
-                elif kind == "failed":
-                    self.failed(*rest)
+    def _after(self, seconds: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), do))
+
+    def _add(self, line: Line, hears: Callable[[list, Line], None]) -> None:
+        """hears: takes each message; one that is [] says that the other end is gone."""
+
+        def read(line: Line):
+            messages = line.receive()
+            self._heard[line] = time.monotonic()
+            for message in messages or ():
+                hears(message, line)
             if messages is None:
-                if not self._is_closed.is_set():
-                    self.lost([self._line.who])
-                return
+                self._remove(line)
+                hears([], line)
 
-    def lost(self, gone: list[list]) -> None:
-        """Ends this process because those are no longer there."""
-        names = ", ".join(name_of(who) for who in gone)
-        many = len(gone) > 1
-        self._end(
-            f"process{'es' if many else ''} {names} vanished: killed, out of memory, or "
-            f"{'their' if many else 'its'} host was lost; {'their' if many else 'its'} own log and "
-            "the kernel's say more"
-        )
+        self._heard[line] = time.monotonic()
+        self._selector.register(line, selectors.EVENT_READ, read)
 
-    def failed(self, who: list, said: str) -> None:
-        """Ends this process because that one has failed, and said why."""
-        time.sleep(OWN_WORDS_SECONDS)
-        self._end(f"process {name_of(who)} failed: {said}")
+    def _remove(self, line: Line) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(line)
+        self._heard.pop(line, None)
+        if line is not self._pipe:
+            line.close()
+
+    def _tick(self) -> None:
+        self._after(TICK_SECONDS, self._tick)
+        now = time.monotonic()
+        gap, self._last_turn = now - self._last_turn - TICK_SECONDS, now
+        if gap > GAP_SECONDS:
+            self._forgive(gap)
+        for line in [line for line in self._heard if now - self._heard[line] > SILENT_SECONDS]:
+            if line in (self._above, *self._below.values()):
+                self._remove(line)
+                (self._from_above if line is self._above else self._from_below)([], line)
+        self._look(now)
+
+    def _forgive(self, seconds: float) -> None:
+        """Of so much time nobody can be asked what he did in it."""
+        self._place.since += seconds
+        for line in self._heard:
+            self._heard[line] += seconds
+
+    def _look(self, now: float) -> None:
+        """At the process."""
+        state, place = self._ward.state(), self._place
+        is_still = state == "t" or (state == "T" and not self._num_others)
+        if is_still:  # somebody debugs it; or has stopped it, and keeps nobody waiting
+            place.since += TICK_SECONDS
+        self._stopped_since = (self._stopped_since or now) if state == "T" else None
+        is_stopped = self._num_others and now - (self._stopped_since or now) > STOPPED_SECONDS
+        is_overdue = 0 < place.allowed < now - place.since
+        if (is_stopped or is_overdue) and now >= self._quiet_until and not self._is_told:
+            self._quiet_until, self._awaits_verdict = now + AGAIN_SECONDS, True
+            self._after(VERDICT_SECONDS, self._judge_alone)
+            self._tell_above(["stuck"])
+
+    def _ping(self) -> None:
+        self._after(PING_SECONDS, self._ping)
+        for line in (self._above, *self._below.values()):
+            if line is not None:
+                _send(line, ["ping"])
+
+    # The process itself.
+
+    def _from_process(self, message: list, line: Line) -> None:
+        kind, *rest = message or [""]
+        if kind == "at":
+            step, phase, allowed = rest
+            self._place = _Place(step, phase, allowed, since=time.monotonic())
+        elif kind == "lead":
+            self._lead(*rest)
+        elif kind == "follow":
+            host, invitation, num_processes = rest
+            self._follow(host, invitation, num_processes=num_processes)
+        elif kind == "failed":
+            self._is_closing = True
+            self._tell_above(["failed", *rest])
+        elif kind == "bye":
+            self._is_closing = self._is_over = True
+            for other in (self._above, *self._below.values()):
+                if other is not None:
+                    _send(other, ["bye"])
+        else:  # it has ended, and with this one the connections that say so
+            self._is_over = True
+
+    def hears_of_end(self, pidfd: int) -> None:
+        """By a descriptor that can be read once the process has ended.
+
+        That is sooner than by the pipe, which a child of the process may hold open.
+        """
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._take_last_words())
+
+    def _take_last_words(self) -> None:
+        while not self._is_over and select.select([self._pipe], [], [], 0)[0]:
+            for message in self._pipe.receive() or [[]]:
+                self._from_process(message, self._pipe)
+        self._is_over = True
 
     def _end(self, text: str) -> None:
-        if not self._is_closed.is_set() and not self._told.is_set():
-            self._told.set()
-            self._leave(f"{text}; {self._advice}" if self._advice else text)
+        """Ends the process, which says why; for one that cannot it is said here."""
+        if self._is_closing or self._is_told:
+            return
+        self._is_told = True
+        reason, line, stack = text.partition("\n")
+        text = "; ".join(filter(None, (reason, self._advice))) + line + stack
 
-    def report(self, said: str) -> None:
-        """Tells the others, as far as that can be done in a second, why this process ends now."""
-        self._is_closed.set()
-        with contextlib.suppress(OSError):
-            if self._line is not None:
-                self._line.send(["failed", self.me, said])
-            elif self._hub is not None:
-                self._hub.send(["failed", self.me, said])
+        def kill():
+            say(f"\nerror: {text}")
+            self._ward.kill()
 
-    def close(self) -> None:
-        """Before a normal end: the others need not worry."""
-        self._is_closed.set()
-        with contextlib.suppress(OSError):
-            if self._line is not None:
-                self._line.send(["bye"])
-            elif self._hub is not None:
-                self._hub.send(["bye"])
+        _send(self._pipe, ["end", text])
+        self._after(END_SECONDS, kill)
 
+    # Joining.
 
-class _Hub:
-    """Process 0's end of all connections, in a thread."""
-
-    def __init__(self, watch: Watch, host: str, *, num_processes: int):
-        self.token = secrets.token_hex(16)
-        self._watch, self._missing = watch, num_processes - 1
+    def _lead(self, host: str, num_processes: int) -> None:
+        """Listens, on that address ("": all), and says what the others need."""
+        self._token, self._num_others = secrets.token_hex(16), num_processes - 1
+        self._missing = self._num_others
         self._server = _listen_on(host)
-        self.port = self._server.getsockname()[1]
-        self._lines: dict[int, _Line] = {}
-        self._gone: list[list] = []
-        self._lock = threading.Lock()
-        threading.Thread(target=self._run, name="watch", daemon=True).start()
+        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+        port = self._server.getsockname()[1]
+        _send(self._pipe, ["invitation", json.dumps([port, self._token, self.me])])
+        self._close_server_if_all_are_there()
 
-    def send(self, message: list) -> None:
-        with self._lock:
-            lines = list(self._lines.values())
-        for line in lines:
-            with contextlib.suppress(OSError):
-                line.send(message)
-
-    def _run(self) -> None:
-        selector = selectors.DefaultSelector()
-        selector.register(self._server, selectors.EVENT_READ)
-        give_up_at = math.inf
-        while (left := give_up_at - time.monotonic()) > 0:
-            for key, _ in selector.select(min(left, 3600)):
-                if key.fileobj is self._server:
-                    connection, _address = self._server.accept()
-                    selector.register(connection, selectors.EVENT_READ, _Line(connection))
-                elif not self._is_there(key.data):
-                    selector.unregister(key.fileobj)
-                    key.data.close()
-            if self._gone:
-                give_up_at = min(give_up_at, time.monotonic() + GATHER_SECONDS)
-            if self._missing == 0 and self._server.fileno() >= 0:
-                selector.unregister(self._server)
-                self._server.close()  # all are there: nobody else has any business here
-        self._gone.sort()
-        self.send(["vanished", self._gone])
-        self._watch.lost(self._gone)
-
-    def _is_there(self, line: "_Line") -> bool:
-        """Takes what it says; one that goes without a word is among the gone."""
-        messages = line.receive()
-        for kind, *rest in messages or ():
-            if not line.who:
-                is_ours = kind == "hello" and len(rest) == len([self.token, *self._watch.me])
-                if not is_ours or not secrets.compare_digest(str(rest[0]), self.token):
-                    return False
-                line.who = rest[1:]
-                self._missing -= 1
-                with self._lock:
-                    self._lines[line.who[0]] = line
-            elif kind == "bye":
-                line.is_done = True
-            elif kind == "failed":
-                line.is_done = True
-                self.send(["failed", *rest])
-                threading.Thread(target=self._watch.failed, args=rest, daemon=True).start()
-        if messages is None and line.who:
-            with self._lock:
-                del self._lines[line.who[0]]
-            if not line.is_done:
-                self._gone.append(line.who)
-        return messages is not None
-
-
-class _Line:
-    """A connection that carries a JSON list in each line."""
-
-    def __init__(self, connection: socket.socket):
-        self._connection, self._begun = connection, b""
-        self._lock = threading.Lock()
-        self.who: list = []
-        self.is_done = False
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    def _accept(self, server: socket.socket) -> None:
+        connection, _address = server.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for name, value in KEEPALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        # Nobody waits for a process that does not read.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
-        # A child that outlives this process would keep the connection open.
-        os.register_at_fork(after_in_child=connection.close)
+        self._add(Line(connection), self._from_stranger)
 
-    def send(self, message: list) -> None:
-        with self._lock:
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
+    def _from_stranger(self, message: list, line: Line) -> None:
+        kind, *rest = message or [""]
+        if line.who:
+            self._from_below(message, line)
+        elif kind != "hello" or len(rest) != len([self._token, *self.me]):
+            self._remove(line)
+        elif not secrets.compare_digest(str(rest[0]), self._token):
+            self._remove(line)
+        else:
+            line.who = rest[1:]
+            self._below[line.who[0]] = line
+            self._missing -= 1
+            self._close_server_if_all_are_there()
 
-    def receive(self) -> list[list] | None:
-        """What has come, perhaps nothing whole yet; None once the other end is gone."""
+    def _close_server_if_all_are_there(self) -> None:
+        """Nobody else has any business here."""
+        if self._missing == 0 and self._server is not None:
+            self._selector.unregister(self._server)
+            self._server.close()
+            self._server = None
+
+    def _follow(self, host: str, invitation: str, *, num_processes: int) -> None:
+        """Connects to the watchdog of process 0, with what that returned."""
+        port, token, lead = json.loads(invitation)
+        self._num_others = num_processes - 1
         try:
-            data = self._connection.recv(LONGEST_LINE)
-            *lines, self._begun = (self._begun + data).split(b"\n")
-            messages = [json.loads(line) for line in lines]
-        except (OSError, ValueError):
-            return None
-        is_whole = data and len(self._begun) <= LONGEST_LINE
-        are_ours = all(isinstance(message, list) and message for message in messages)
-        return messages if is_whole and are_ours else None
+            connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+        except OSError as error:
+            _send(self._pipe, ["following", str(error)])
+            return
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._above = Line(connection)
+        self._above.who = lead
+        self._add(self._above, self._from_above)
+        _send(self._above, ["hello", token, *self.me])
+        _send(self._pipe, ["following", ""])
 
-    def close(self) -> None:
-        self._connection.close()
+    # The others.
+
+    def _tell_above(self, message: list) -> None:
+        if self._above is not None:
+            _send(self._above, message)
+        else:
+            self._take(message, self.me)
+
+    def _tell_all(self, message: list) -> None:
+        for line in list(self._below.values()):
+            _send(line, message)
+        self._from_above(message, None)
+
+    def _from_below(self, message: list, line: Line) -> None:
+        if message:
+            line.is_done |= message[0] in ("bye", "failed")
+            self._take(message, line.who)
+            return
+        self._below.pop(line.who[0], None)
+        if not line.is_done:
+            self._gone.append(line.who)
+            self._after(GATHER_SECONDS, self._tell_of_the_gone)
+
+    def _take(self, message: list, who: list) -> None:
+        """What a process has to say to all; process 0's own watchdog too."""
+        kind, *rest = message
+        if kind == "failed":
+            self._tell_all(["failed", who, *rest])
+        elif kind == "stuck" and self._reports is None:
+            self._reports = reports = {}
+            self._after(REPORT_SECONDS, lambda: self._judge(reports))
+            self._tell_all(["report"])
+        elif kind == "report" and self._reports is not None:
+            self._reports[who[0]] = Report(**rest[0])
+            if len(self._reports) == 1 + len(self._below):
+                self._judge(self._reports)
+
+    def _tell_of_the_gone(self) -> None:
+        self._tell_all(["vanished", sorted(self._gone)])
+
+    def _from_above(self, message: list, line: Line | None) -> None:
+        kind, *rest = message or [""]
+        if kind == "vanished":
+            self._end(lost(*rest))
+        elif kind == "failed":
+            who, said = rest
+            if who != self.me:
+                text = f"process {name_of(who)} failed: {said}"
+                self._after(OWN_WORDS_SECONDS, lambda: self._end(text))
+        elif kind == "report":
+            self._tell_above(["report", dataclasses.asdict(self._report())])
+        elif kind == "verdict":
+            self._obey(*rest)
+        elif kind == "bye":
+            assert line is not None
+            line.is_done = True
+        elif not kind and line is not None:
+            self._above = None
+            if not line.is_done:
+                self._end(lost([line.who]))
+
+    # Who is stuck.
+
+    def _report(self) -> Report:
+        now, place, state = time.monotonic(), self._place, self._ward.state()
+        self._stacks = self._ward.stacks()
+        return Report(
+            self.me,
+            place.step,
+            place.phase,
+            now - place.since,
+            place.allowed,
+            state,
+            now - (self._stopped_since or now),
+            main_stack(self._stacks),
+        )
+
+    def _judge(self, reports: dict[int, Report]) -> None:
+        if reports is not self._reports:  # all had reported before the time was over
+            return
+        self._reports = None
+        silent = [line.who for number, line in self._below.items() if number not in reports]
+        verdict = judge(list(reports.values()), silent=silent)
+        self._tell_all(["verdict", verdict.text, verdict.is_over])
+
+    def _judge_alone(self) -> None:
+        """Where the watchdog of process 0 does not judge."""
+        if self._awaits_verdict:
+            verdict = judge([self._report()], silent=[])
+            self._obey(verdict.text, verdict.is_over)
+
+    def _obey(self, text: str, is_over: bool) -> None:
+        self._awaits_verdict = False
+        self._quiet_until = time.monotonic() + AGAIN_SECONDS
+        if is_over:
+            if not self._is_closing and not self._is_told:
+                say(f"\nstacks of process {name_of(self.me)}:\n{self._stacks}")
+            self._end(text)
+        elif self._above is None:
+            _send(self._pipe, ["warn", text])
+
+
+def _send(line: Line, message: list) -> None:
+    """As far as that can be done: who is gone is noticed where he is read."""
+    with contextlib.suppress(OSError):
+        line.send(message)
 
 
 def _listen_on(host: str) -> socket.socket:
@@ -234,14 +395,17 @@ def _listen_on(host: str) -> socket.socket:
     return socket.create_server(("", 0), backlog=4096)
 
 
-def name_of(who: list) -> str:
-    """`3 (host node1, pid 4242)`."""
-    return "{} (host {}, pid {})".format(*who)
+def main() -> None:
+    *numbers, advice = sys.argv[1:]
+    pipe, stacks, process, pid = map(int, numbers)
+    line = Line(socket.socket(fileno=pipe))
+    ward = Ward(pid, stacks=stacks)
+    me = [process, socket.gethostname(), pid]
+    watchdog = Watchdog(me, ward=ward, pipe=line, advice=advice)
+    with contextlib.suppress(OSError):  # a kernel that has none, or it has ended already
+        watchdog.hears_of_end(os.pidfd_open(pid))
+    watchdog.run()
 
 
-def end_with(text: str) -> None:
-    """Says it and ends this process at once, whatever its other threads wait for."""
-    with contextlib.suppress(Exception):
-        os.write(2, f"\nerror: {text}\n".encode(errors="replace"))
-    sys.stderr.flush()
-    os._exit(EXIT_AGAIN)
+if __name__ == "__main__":
+    main()

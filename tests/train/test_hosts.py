@@ -182,6 +182,63 @@ def test_a_process_that_is_killed_is_named_by_the_others_and_the_run_ends(launch
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_process_that_is_stopped_is_named_with_its_stack_and_the_run_ends(
+    launched, tmp_path, stuck
+):
+    started = launched(2, tmp_path / "run", "--config.steps=10000")
+    wait_for_step(started, tmp_path / "run", 3)
+    os.kill(children(started[0].pid)[stuck], signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    output = finish(started, code=EXIT_AGAIN)
+    assert time.monotonic() - stopped_at < 60
+    named = rf"error: process {stuck} \(host .*, pid \d+\) is stuck: stopped by a signal for . s, "
+    named += r"in step \d+; the other is in step \d+; continue with: cd .*/launch_local.py -n 2 "
+    stack = rf"\[.\] main thread of process {stuck}, innermost call first:\n(\[.\]   File .*\n)*"
+    stack += r"\[.\]   File .*/jaxscale/train/loop.py\", line \d+ in train"
+    for number in (0, 1):
+        assert re.search(rf"^\[{number}\] {named}", output, re.MULTILINE), output
+        assert re.search(rf"\[{number}\] stacks of process {number} \(", output), output
+    assert re.search(stack, output), output
+
+
+# At step 3 process 1 alone keeps Python to itself, in C, for good: none of its threads goes on.
+HANG = """
+import ctypes, os
+from jaxscale.train.recorder import Recorder
+
+def step(self, number, metrics, original=Recorder.step):
+    if number == 3 and os.environ.get("JAXSCALE_PROCESS_ID", "1") == "1":
+        lock, once = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+        lock(once), lock(once)
+    return original(self, number, metrics)
+
+Recorder.step = step
+"""
+
+
+def test_a_process_that_hangs_in_c_is_named_and_the_run_ends(launched, config_file, tmp_path):
+    faulty = tmp_path / "faulty.py"
+    faulty.write_text(HANG + config_file.read_text())
+    limit = "--config.watchdog.step_seconds=5"
+    output = finish(launched(2, tmp_path / "run", limit, config=faulty), code=EXIT_AGAIN)
+    words = r"is stuck: \d+ s in step \d+ \(\d+ s are allowed\)"
+    assert re.search(rf"^\[0\] error: process 1 \(host .*\) {words}", output, re.MULTILINE), output
+    assert re.search(r"^\[.\]   File .*faulty.py\", line \d+ in step", output, re.MULTILINE), output
+
+
+def test_a_process_that_is_alone_and_hangs_ends_with_its_stack(config_file, tmp_path):
+    faulty = tmp_path / "faulty.py"
+    faulty.write_text(HANG + config_file.read_text())
+    command = [sys.executable, "scripts/train.py", f"--config={faulty}"]
+    command += [f"--workdir={tmp_path / 'run'}", "--config.watchdog.step_seconds=5"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert answer.returncode == -signal.SIGKILL, answer.stderr
+    assert "error: process 0 (host " in answer.stderr and "is stuck: " in answer.stderr
+    assert f"continue with: cd {ROOT} && " in answer.stderr.partition("is stuck: ")[2]
+    assert re.search(r"File .*faulty.py\", line \d+ in step", answer.stderr), answer.stderr
+
+
 def test_a_signal_stops_all_processes_at_the_same_step(launched, tmp_path):
     workdir = tmp_path / "run"
     started = launched(2, workdir, "--config.steps=10000")

@@ -1,123 +1,266 @@
-"""Of processes that watch each other, those that go without a word are named by the others."""
+"""Of processes whose watchdogs know each other, those that go or are stuck are named to all."""
 
-import contextlib
 import json
 import queue
 import socket
+import threading
 import time
 
 import pytest
 
-from jaxscale import watch
-from jaxscale.watch import Watch
+from jaxscale.watch import watchdog
+from jaxscale.watch.lines import Line
+from jaxscale.watch.watchdog import Watchdog
 
 PATIENCE = 60
+STACKS = 'Thread 0x1 (most recent call first):\n  File "/src/loop.py", line 44 in train\n'
+
+
+class Process:
+    """One that is watched: its end of the pipe, what it is told, and what is seen of it."""
+
+    def __init__(self, number):
+        self.number, self.seen, self.is_killed = number, "S", False
+        self.ends, self.warnings = queue.Queue(), queue.Queue()
+        self._answers = queue.Queue()
+        mine, its = socket.socketpair()
+        self._line = Line(mine)
+        self.watchdog = Watchdog([number, f"node{number}", 100 + number], ward=self, pipe=Line(its))
+        self._dog = threading.Thread(target=self.watchdog.run)
+        self._listener = threading.Thread(target=self._listen)
+        self._dog.start()
+        self._listener.start()
+
+    def _listen(self):
+        places = {"end": self.ends, "warn": self.warnings}
+        while (messages := self._line.receive()) is not None:
+            for kind, text in messages:
+                places.get(kind, self._answers).put(text)
+
+    def tell(self, *message):
+        self._line.send(list(message))
+
+    def ask(self, *message):
+        self.tell(*message)
+        return self._answers.get(timeout=PATIENCE)
+
+    def vanish(self):
+        """As the kernel does it for a process that was killed."""
+        self._line._connection.shutdown(socket.SHUT_RDWR)
+        self._dog.join(PATIENCE)
+        self._listener.join(PATIENCE)
+        self._line.close()
+
+    # What `Ward` says of a real one.
+
+    def state(self):
+        return self.seen
+
+    def stacks(self):
+        return STACKS
+
+    def kill(self):
+        self.is_killed = True
 
 
 @pytest.fixture
 def crew(monkeypatch):
-    """`crew(number)`: that many watches that are connected, and what each said when it left."""
-    monkeypatch.setattr(watch, "OWN_WORDS_SECONDS", 0.0)
+    """`crew(4)`: that many processes whose watchdogs are connected."""
+    for name, seconds in {
+        "OWN_WORDS_SECONDS": 0.0,
+        "TICK_SECONDS": 0.05,
+        "PING_SECONDS": 0.1,
+        "STOPPED_SECONDS": 0.2,
+        "END_SECONDS": 0.2,
+        "AGAIN_SECONDS": 0.3,
+    }.items():
+        monkeypatch.setattr(watchdog, name, seconds)
+    members = []
 
     def crew(num):
-        said: list[queue.Queue[str]] = [queue.Queue() for _ in range(num)]
-        watches = [Watch(number, leave=said[number].put) for number in range(num)]
-        invitation = watches[0].lead("127.0.0.1", num_processes=num)
-        for follower in watches[1:]:
-            follower.follow("127.0.0.1", invitation)
+        members.extend(Process(number) for number in range(num))
+        invitation = members[0].ask("lead", "127.0.0.1", num)
+        for member in members[1:]:
+            assert member.ask("follow", "127.0.0.1", invitation, num) == ""
         deadline = time.monotonic() + PATIENCE
-        while len(lines_of(watches[0])) < num - 1 and time.monotonic() < deadline:
+        while members[0].watchdog._missing and time.monotonic() < deadline:
             time.sleep(0.01)
-        members.extend(watches)
-        return watches, said
+        return members
 
-    members: list[Watch] = []
     yield crew
     for member in members:
-        member.close()
+        if member._dog.is_alive():
+            member.tell("bye")
     for member in members:
-        cut(member)
-        for line in lines_of(member):
-            line.close()
-        if member._hub is not None:
-            member._hub._server.close()
-
-
-def lines_of(watch):
-    """Its connections."""
-    of_hub = list(watch._hub._lines.values()) if watch._hub else []
-    return of_hub + ([watch._line] if watch._line else [])
-
-
-def cut(watch):
-    """As the kernel does it for a process that was killed."""
-    for line in lines_of(watch):
-        with contextlib.suppress(OSError):  # the other end was first
-            line._connection.shutdown(socket.SHUT_RDWR)
+        if member._line.fileno() >= 0:
+            member.vanish()
 
 
 def test_a_process_that_goes_without_a_word_is_named_to_all_others(crew):
-    watches, said = crew(4)
-    cut(watches[2])
+    members = crew(4)
+    members[2].vanish()
     for number in (0, 1, 3):
-        text = said[number].get(timeout=PATIENCE)
-        assert text.startswith(f"process 2 (host {socket.gethostname()}, pid "), text
-        assert ") vanished: killed, out of memory, or its host was lost" in text
+        text = members[number].ends.get(timeout=PATIENCE)
+        assert text.startswith(
+            "process 2 (host node2, pid 102) vanished: killed, out of memory, or its host was lost"
+        )
 
 
-def test_those_that_a_host_takes_with_it_are_named_together(crew):
-    watches, said = crew(4)
-    cut(watches[1])
-    cut(watches[3])
-    text = said[2].get(timeout=PATIENCE)
-    assert text.startswith("processes 1 (host ") and ", 3 (host " in text and "vanished" in text
+def test_those_that_a_host_takes_with_it_are_named_together(crew, monkeypatch):
+    monkeypatch.setattr(watchdog, "GATHER_SECONDS", 2.0)
+    members = crew(4)
+    members[3].vanish()
+    members[1].vanish()
+    text = members[2].ends.get(timeout=PATIENCE)
+    assert text.startswith("processes 1 (host node1, pid 101), 3 (host node3, pid 103) vanished")
 
 
 def test_the_lead_that_goes_is_named_by_everyone(crew):
-    watches, said = crew(3)
-    cut(watches[0])
+    members = crew(3)
+    members[0].vanish()
     for number in (1, 2):
-        assert said[number].get(timeout=PATIENCE).startswith("process 0 (host ")
+        assert members[number].ends.get(timeout=PATIENCE).startswith("process 0 (host node0, ")
 
 
 @pytest.mark.parametrize("which", [0, 2])
 def test_a_process_that_fails_is_named_with_its_own_words(crew, which):
-    watches, said = crew(3)
-    watches[which].report("config.steps=0: set it to 1 or more")
-    cut(watches[which])
+    members = crew(3)
+    members[which].tell("failed", "config.steps=0: set it to 1 or more")
+    members[which].vanish()
     for number in {0, 1, 2} - {which}:
-        text = said[number].get(timeout=PATIENCE)
-        assert text.startswith(f"process {which} (host ") and text.endswith(
-            "failed: config.steps=0: set it to 1 or more"
-        )
+        text = members[number].ends.get(timeout=PATIENCE)
+        assert text.startswith(f"process {which} (host node{which}, pid 10{which}) failed: config.")
+        assert text.endswith(": config.steps=0: set it to 1 or more")
 
 
 def test_after_a_normal_end_nobody_is_missed(crew):
-    watches, said = crew(3)
-    for member in (watches[2], watches[0]):
-        member.close()
-        time.sleep(0.1)
-        cut(member)
-    time.sleep(2 * watch.GATHER_SECONDS)
-    assert all(words.empty() for words in said)
+    members = crew(3)
+    for member in (members[2], members[0]):
+        member.tell("bye")
+        member._dog.join(PATIENCE)
+    time.sleep(2 * watchdog.GATHER_SECONDS)
+    assert all(member.ends.empty() for member in members)
 
 
 @pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'["hello","x",3,"a",1]\n'])
 def test_a_stranger_is_turned_away_and_the_watch_goes_on(crew, words):
-    watches, said = crew(1)
-    watches[0]._hub._missing = 2  # so that it listens
-    port = watches[0]._hub.port
+    (lead,) = crew(1)
+    port, token, who = json.loads(lead.ask("lead", "127.0.0.1", 2))
+    assert who == [0, "node0", 100]
     with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.sendall(words)
         stranger.settimeout(PATIENCE)
+        stranger.sendall(words)
         assert stranger.recv(1) == b""
-    assert said[0].empty()
-    follower = Watch(1, leave=said[0].put)
-    follower.follow("127.0.0.1", json.dumps([port, watches[0]._hub.token, watches[0].me]))
+    with socket.create_connection(("127.0.0.1", port)) as other:
+        other.sendall(json.dumps(["hello", token, 1, "node1", 101]).encode() + b"\n")
+        while lead.watchdog._missing:
+            time.sleep(0.01)
+    assert lead.ends.get(timeout=PATIENCE).startswith("process 1 (host node1, pid 101) vanished")
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_process_that_is_stopped_is_named_to_all_with_its_stack(crew, which):
+    members = crew(3)
+    for member in members:
+        member.tell("at", 7, "step", 0)
+    members[which].seen = "T"
+    for member in members:
+        text = member.ends.get(timeout=PATIENCE)
+        name = f"process {which} (host node{which}, pid 10{which})"
+        assert text.startswith(f"{name} is stuck: stopped by a signal")
+        assert text.endswith('innermost call first:\n  File "/src/loop.py", line 44 in train')
+
+
+def test_who_is_waited_for_is_told_to_the_lead_and_ends_the_run_once_his_own_time_is_over(crew):
+    members = crew(3)
+    members[1].tell("at", 7, "data", 1.5)
+    for member in (members[0], members[2]):
+        member.tell("at", 7, "step", 0.2)
+    told = members[0].warnings.get(timeout=PATIENCE)
+    assert told.startswith("process 1 (host node1, pid 101) is what the others wait for: ")
+    assert "waiting for the batch of step 8 (2 s are allowed)" in told
+    for member in members:
+        text = member.ends.get(timeout=PATIENCE)
+        assert text.startswith("process 1 (host node1, pid 101) is stuck: ")
+    assert members[1].warnings.empty() and members[2].warnings.empty()
+
+
+def test_a_process_that_tells_where_it_is_in_time_is_left_alone(crew):
+    members = crew(2)
+    for step in range(10):
+        for member in members:
+            member.tell("at", step, "step", 0.5)
+        time.sleep(0.1)
+    for member in members:
+        member.tell("at", 10, "closing", 0)
+    time.sleep(0.7)
+    assert all(member.ends.empty() and member.warnings.empty() for member in members)
+
+
+def test_a_process_that_cannot_end_by_itself_is_killed(crew, capfd):
+    members = crew(2)
+    for member in members:
+        member.tell("at", 3, "step", 0.1)
+    text = members[0].ends.get(timeout=PATIENCE)
+    assert text.startswith("all 2 processes are stuck")
     deadline = time.monotonic() + PATIENCE
-    while not lines_of(watches[0]) and time.monotonic() < deadline:
+    while not members[0].is_killed and time.monotonic() < deadline:
         time.sleep(0.01)
-    cut(follower)
-    assert said[0].get(timeout=PATIENCE)
-    for line in lines_of(follower):
-        line.close()
+    assert members[0].is_killed
+    assert f"error: {text}" in capfd.readouterr().err
+
+
+def test_what_is_said_again_is_asked_again(crew, monkeypatch):
+    monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.5)
+    members = crew(2)
+    members[1].tell("at", 3, "checkpoint", 0)
+    members[0].tell("at", 3, "step", 0.1)
+    for _ in range(4):  # 0.3 s apart
+        told = members[0].warnings.get(timeout=PATIENCE)
+        assert told.startswith("process 1 (host node1, pid 101) is what the others wait for")
+    assert members[0].ends.empty()
+
+
+def test_one_whose_watchdog_hangs_too_is_named(crew, monkeypatch):
+    monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.3)
+    members = crew(3)
+    release = threading.Event()
+    members[1].stacks = lambda: release.wait(PATIENCE) and ""
+    members[2].tell("at", 3, "step", 0.1)
+    text = members[2].ends.get(timeout=PATIENCE)
+    release.set()
+    assert text.startswith("process 1 (host node1, pid 101) does not answer, nor does its watchdog")
+
+
+def test_a_host_that_is_silent_is_given_up(crew, monkeypatch):
+    monkeypatch.setattr(watchdog, "SILENT_SECONDS", 0.8)
+    members = crew(2)
+    monkeypatch.setattr(members[1].watchdog, "_ping", lambda: None)
+    members[1].watchdog._timers = [
+        timer for timer in members[1].watchdog._timers if timer[2].__name__ != "_ping"
+    ]
+    text = members[0].ends.get(timeout=PATIENCE)
+    assert text.startswith("process 1 (host node1, pid 101) vanished")
+
+
+def test_a_time_in_which_the_watchdog_itself_stood_still_counts_for_nobody(crew, monkeypatch):
+    monkeypatch.setattr(watchdog, "GAP_SECONDS", 0.3)
+    (alone,) = crew(1)
+    release = threading.Event()
+    alone.state = lambda: "S" if release.wait(PATIENCE) else ""
+    time.sleep(0.1)
+    alone.tell("at", 3, "step", 1.0)
+    time.sleep(1.5)
+    release.set()
+    time.sleep(0.5)
+    assert alone.ends.empty()
+    assert alone.ends.get(timeout=PATIENCE).startswith("process 0 (host node0, pid 100) is stuck")
+
+
+@pytest.mark.parametrize("seen", ["t", "T"])
+def test_a_process_that_is_alone_may_be_stopped_or_debugged(crew, seen):
+    (alone,) = crew(1)
+    alone.seen = seen
+    alone.tell("at", 3, "step", 0.3)
+    time.sleep(1.0)
+    assert alone.ends.empty()

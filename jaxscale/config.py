@@ -366,6 +366,9 @@ class Config:
     # Layers per iteration of the scan over layers.
     scan_unroll: int = number(least=1, default=1)
     attention: Attention = Attention.AUTO
+    # The same bits each time on the same GPUs: no kernel adds in the order in which its threads
+    # happen to come (docs/reliability.md). CPUs always do.
+    deterministic: bool = False
     # XLA's options for compiling the update, "name=value" each, such as
     # "xla_gpu_enable_triton_gemm=false", and JAX's "optimization_level=O1"; they win over those
     # that jaxscale sets (xla/options.py).

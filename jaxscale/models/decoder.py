@@ -162,7 +162,12 @@ class Model(nnx.Module):
 
     def embed(self, tokens_BS, execution: Execution):
         """[B, S, D] in `execution.dtype`."""
-        x_BSD = embed(tokens_BS, self.embedding[...], dtype=jnp.dtype(execution.dtype))
+        x_BSD = embed(
+            tokens_BS,
+            self.embedding[...],
+            dtype=jnp.dtype(execution.dtype),
+            in_order=execution.deterministic,
+        )
         return shd.constrain(x_BSD, RESIDUAL)
 
     def output(self, x_BSD):

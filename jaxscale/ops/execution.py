@@ -31,6 +31,8 @@ class Execution:
     is_gathered: bool = False
     # The most documents that a row may hold.
     max_documents: int = 32
+    # The same bits each time, on a GPU too: gradients are not added atomically.
+    deterministic: bool = False
     # Of the devices it will run on, which need not be here: a step can be compiled for others.
     platform: str = dataclasses.field(default_factory=jax.default_backend)
     compute_capability: str = "9.0"

@@ -193,6 +193,7 @@ def execution_of(
         exchange=exchange,
         balance=config.context.balance,
         max_documents=config.data.max_documents_per_row,
+        deterministic=config.deterministic,
         platform=device.platform,
         compute_capability=getattr(device, "compute_capability", "9.0"),
     )

@@ -18,6 +18,10 @@ def _always(config: Any, sizes: dict[str, int]) -> bool:
     return True
 
 
+def _deterministic(config: Any, sizes: dict[str, int]) -> bool:
+    return config.deterministic
+
+
 def _unrolled_fsdp(config: Any, sizes: dict[str, int]) -> bool:
     """FSDP and nothing else, all layers in one block of code."""
     return (
@@ -81,6 +85,15 @@ OPTIONS: tuple[Option, ...] = (
         gain="none in speed and none lost: 47,451 against 47,321 tokens/s (6 layers of 8B width, "
         "one H200, jax 0.11.2)",
         changes_results=True,
+    ),
+    Option(
+        "xla_gpu_exclude_nondeterministic_ops",
+        True,
+        default="false",
+        why="scatters that add atomically and cuDNN's attention backwards, which adds the gradient "
+        "of the queries in any order, give other bits each time",
+        gain="none in speed; what it costs has not been measured on a GPU",
+        applies=_deterministic,
     ),
     Option(
         "xla_gpu_graph_min_graph_size",

@@ -7,6 +7,7 @@ from jaxscale import sharding as shd
 from jaxscale.ops import rope
 from jaxscale.ops.embedding import embed
 from jaxscale.ops.norm import rms_norm
+from jaxscale.ops.ordered_rows import rows_in_order
 
 
 def placed(array, axes):
@@ -75,7 +76,8 @@ def test_llama_31_scaling_stretches_long_wavelengths_only():
         dict(vocab="tensor", embed=None),
     ],
 )
-def test_a_split_table_gives_the_same_rows_and_gradient(rules, axis_types):
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_split_table_gives_the_same_rows_and_gradient(rules, axis_types, in_order):
     rng = np.random.default_rng(0)
     table, tokens = (
         rng.normal(size=(32, 8)).astype(np.float32),
@@ -88,7 +90,7 @@ def test_a_split_table_gives_the_same_rows_and_gradient(rules, axis_types):
     mesh = shd.make_mesh(data=2, fsdp=2, tensor=2, axis_types=axis_types)
 
     def weighted(table, tokens, weights):
-        x = embed(tokens, table, dtype=jnp.float32)
+        x = embed(tokens, table, dtype=jnp.float32, in_order=in_order)
         return jnp.sum(x * weights), x
 
     with shd.use(mesh, rules):
@@ -99,4 +101,20 @@ def test_a_split_table_gives_the_same_rows_and_gradient(rules, axis_types):
     np.testing.assert_array_equal(x, table[tokens])
     expected = np.zeros_like(table)
     np.add.at(expected, tokens, weights)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 64, 100])
+@pytest.mark.parametrize("num_kinds", [1, 5, 40])
+def test_rows_of_one_token_are_summed_in_order(num_tokens, num_kinds):
+    rng = np.random.default_rng(num_tokens)
+    table = rng.normal(size=(32, 8)).astype(np.float32)
+    index = rng.integers(-2, num_kinds - 2, num_tokens).astype(np.int32)
+    weights = rng.normal(size=(num_tokens, 8)).astype(np.float32)
+    rows, gradient_of = jax.vjp(lambda table: rows_in_order(table, index), jnp.asarray(table))
+    (gradient,) = gradient_of(jnp.asarray(weights))
+    inside = (index >= 0) & (index < 32)
+    np.testing.assert_array_equal(rows, np.where(inside[:, None], table[index % 32], 0))
+    expected = np.zeros_like(table)
+    np.add.at(expected, index[inside], weights[inside])
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)

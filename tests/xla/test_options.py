@@ -33,7 +33,7 @@ def no_options(monkeypatch):
 
 
 def config_of(*texts):
-    return SimpleNamespace(xla_options=texts)
+    return SimpleNamespace(xla_options=texts, deterministic=False)
 
 
 def options_of(*texts, platform="gpu", sizes=SIZES, **device):
@@ -128,7 +128,8 @@ def test_the_check_starts_no_device_and_compiles_nothing(tmp_path):
         from jax._src import xla_bridge
         from jaxscale.xla import options, targets
         texts = ("xla_dump_to={tmp_path}/dump", "xla_gpu_autotune_level=2")
-        config, sizes, card = SimpleNamespace(xla_options=texts), {{"fsdp": 1}}, "NVIDIA H200"
+        config = SimpleNamespace(xla_options=texts, deterministic=True)
+        sizes, card = {{"fsdp": 1}}, "NVIDIA H200"
         num_ours = sum(option.applies(config, sizes) for option in options.OPTIONS)
         num_ours += targets.recorded_autotune(card) is not None
         found = options.compiler_options(config, sizes, platform="gpu", device_kind=card)

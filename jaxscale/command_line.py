@@ -199,7 +199,7 @@ def _refuse_words(arguments: list[str], *, argv: list[str]) -> list[str]:
         return arguments
     word = arguments[1]
     # Such as the name of a bool, which takes no word. (Not there: it came out of a --flagfile.)
-    before = argv[argv.index(word) - 1] if word in argv else ""
+    before = argv[argv.index(word, 1) - 1] if word in argv[1:] else ""
     key = before if before.startswith("--") and "=" not in before else "--key"
     shown = run_config.shown(word)
     raise ValueError(f"{shown} is no flag; write {key}={'value' if key == '--key' else word[:80]}")

@@ -122,6 +122,7 @@ BEFORE_DEVICES = {
     "--config.dtype=float16": ("--config.dtype=float16", "bfloat16|float32"),
     "--config.data.shuffle=maybe": ("--config.data.shuffle=maybe", "boolean"),
     "--config.data.shuffle False": ("'False' is no flag", "write --config.data.shuffle=False"),
+    "--config.data.shuffle ''": ("'' is no flag", "write --config.data.shuffle="),
     "elsewhere": ("'elsewhere' is no flag", "--key=value"),
     "--config.mesh=8": ("--config.mesh=8",),
     "--wrkdir=there": ("wrkdir", "Did you mean: workdir"),

@@ -63,6 +63,14 @@ def check(config: Config, workdir: Path, *, data: dict[str, Any]) -> None:
 
 def agree(facts: Facts, workdir: Path) -> tuple[list[str], list[str]]:
     """Errors and warnings of all processes, the same on each; lines that name process and host."""
+    everyone = gather(facts, workdir)
+    errors, warnings = compare(everyone, workdir=workdir)
+    gpu_errors, gpu_warnings = of_gpus(everyone)
+    return errors + gpu_errors, warnings + gpu_warnings
+
+
+def gather(facts: Facts, workdir: Path | None) -> list[Facts]:
+    """The facts of each process; with `clock`, and `sees`: whether it has the lead's workdir."""
     with _probe(workdir) as token:
         said = distributed.every_process_says(json.dumps(facts | {"probe": token}))
         everyone = [json.loads(text) for text in said]
@@ -70,9 +78,7 @@ def agree(facts: Facts, workdir: Path) -> tuple[list[str], list[str]]:
         seconds = distributed.every_process_says(json.dumps(second))
     for mine, text in zip(everyone, seconds, strict=True):
         mine |= json.loads(text)
-    errors, warnings = compare(everyone, workdir=workdir)
-    gpu_errors, gpu_warnings = of_gpus(everyone)
-    return errors + gpu_errors, warnings + gpu_warnings
+    return everyone
 
 
 # What a process finds.
@@ -151,9 +157,9 @@ def code_digest(root: Path) -> str:
 
 
 @contextlib.contextmanager
-def _probe(workdir: Path) -> Iterator[str]:
+def _probe(workdir: Path | None) -> Iterator[str]:
     """Yields the token that the file is named after; "" on the others, or if it cannot be made."""
-    if not distributed.is_lead():
+    if workdir is None or not distributed.is_lead():
         yield ""
         return
     token = secrets.token_hex(8)
@@ -169,17 +175,18 @@ def _probe(workdir: Path) -> Iterator[str]:
             path.unlink()
 
 
-def _sees(workdir: Path, token: str) -> bool:
+def _sees(workdir: Path | None, token: str) -> bool:
     """Whether the lead's file is in this process's workdir; looks for PROBE_SECONDS."""
+    if workdir is None or not token:
+        return True
     path, deadline = workdir / f"{PROBE}-{token}", time.monotonic() + PROBE_SECONDS
-    while token:
+    while True:
         with contextlib.suppress(OSError):
             if path.read_text() == token:
                 return True
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
-    return True
 
 
 # Comparing. Every process gets the same from the same facts.

@@ -6,6 +6,7 @@ as the mesh has them; each then has what all found, and comes to the same verdic
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from jaxscale.train import preflight
 
 Facts = dict[str, Any]
 
+log = logging.getLogger(__name__)
+
 NOT_SHARED = "not every process sees what process 0 writes in --workdir: name a shared folder"
 
 
@@ -39,7 +42,13 @@ def examine(
     is_alone = not jax.distributed.is_initialized() or jax.process_count() == 1
     # Before a process that is alone touches its devices: then all that uses them is another's.
     facts = preflight.facts_of(None, data={}, is_alone=is_alone)
-    everyone = [facts] if is_alone else preflight.gather(facts, workdir)
+    everyone = [facts]
+    if not is_alone:
+        with speed.stage("the processes tell each other what they are", seconds=patience):
+            everyone = preflight.gather(facts, workdir)
+    # Told now, too: what is wrong may end the measurements.
+    for finding in _between(everyone, workdir):
+        log.warning("%s: %s", finding.verdict, finding.text)
     sizes = speed.CPU if jax.default_backend() == "cpu" else speed.QUICK if is_quick else speed.FULL
     file_bytes = file_bytes or sizes.file_bytes
     own = {
@@ -63,16 +72,21 @@ def report(
     everyone: Sequence[Facts], measured: Sequence[Facts], *, workdir: Path | None
 ) -> list[Section]:
     """everyone: what each process is (`preflight.facts_of`). measured: what `examine` added."""
-    errors, warnings = preflight.compare(everyone, workdir=workdir or Path())
-    for more, lines in zip(preflight.of_gpus(everyone), (errors, warnings), strict=True):
-        lines += more
-    between = [Finding(Verdict.FAIL, line) for line in errors]
-    between += [Finding(Verdict.WARN, line) for line in warnings]
     joined = [facts | found for facts, found in zip(everyone, measured, strict=True)]
     for process in joined:
         beside = [other for other in joined if other["host"] == process["host"]]
         process["host_devices"] = sum(len(other["devices"]) for other in beside)
-    return doctor_table.sections(joined, between)
+    return doctor_table.sections(joined, _between(everyone, workdir))
+
+
+def _between(everyone: Sequence[Facts], workdir: Path | None) -> list[Finding]:
+    """What is wrong with processes beside process 0, and with who else uses their GPUs."""
+    errors, warnings = preflight.compare(everyone, workdir=workdir or Path())
+    gpu_errors, gpu_warnings = preflight.of_gpus(everyone)
+    return [
+        *(Finding(Verdict.FAIL, line) for line in errors + gpu_errors),
+        *(Finding(Verdict.WARN, line) for line in warnings + gpu_warnings),
+    ]
 
 
 def _devices(sizes: Sizes, *, patience: float) -> list[Facts]:
@@ -81,19 +95,20 @@ def _devices(sizes: Sizes, *, patience: float) -> list[Facts]:
     cards = [] if is_cpu else doctor_facts.cards()
     if len(cards) != len(devices):  # no nvidia-smi, or it sees others
         cards = [{"links": {}} for _ in devices]
+    load = doctor_facts.Load()
     # All cards of the cluster draw their power at the same time, as in a run.
-    distributed.every_process_says("")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(speed.stage("matrix products and memory", seconds=patience))
-        load = stack.enter_context(doctor_facts.Load()) if not is_cpu else None
-        figures = speed.of_devices(devices, sizes)
+    with speed.stage("matrix products and memory", seconds=patience):
+        distributed.every_process_says("")
+        figures = speed.of_devices(
+            devices, sizes, at_work=contextlib.nullcontext() if is_cpu else load
+        )
     return [
         {
             "name": f"GPU {card['index']}" if "index" in card else f"{device.platform} {number}",
             "kind": device.device_kind,
             "platform": device.platform,
             "card": card,
-            "load": load.of(card.get("uuid", "")) if load else {},
+            "load": load.of(card.get("uuid", "")),
             **figure,
         }
         for number, (device, card, figure) in enumerate(zip(devices, cards, figures, strict=True))

@@ -106,22 +106,67 @@ def stage(name: str, *, seconds: float) -> Iterator[None]:
 # One device.
 
 
-def of_devices(devices: Sequence[jax.Device], sizes: Sizes) -> list[dict[str, float]]:
-    """`matmul_tflops` (bf16) and `memory_gbs` (read and written) of each; all work at once."""
-    with ThreadPoolExecutor(len(devices)) as threads:
-        # Compiled one after the other: the first loads libraries.
-        products = [_product_loop(device, sizes.matrix) for device in devices]
-        seconds = list(threads.map(lambda run: _sustained(run, sizes), products))
-        del products
-        copies = [_scale_loop(device, sizes.memory_bytes) for device in devices]
-        copy_seconds = list(threads.map(lambda run: _sustained(run, sizes), copies))
-    return [
-        {
-            "matmul_tflops": 2 * 2 * sizes.matrix**3 / product / 1e12,
-            "memory_gbs": 2 * sizes.memory_bytes / copy / 1e9,
-        }
-        for product, copy in zip(seconds, copy_seconds, strict=True)
-    ]
+def of_devices(
+    devices: Sequence[jax.Device], sizes: Sizes, *, at_work: contextlib.AbstractContextManager
+) -> list[dict[str, Any]]:
+    """`matmul_tflops` (bf16) and `memory_gbs` (read and written) of each; all work at once.
+
+    None, and `error`, of a device that cannot. at_work: entered while they make products, which
+    draws the most power.
+    """
+    found: list[dict[str, Any]] = [{} for _ in devices]
+    products = _prepared(_product_loop, devices, size=sizes.matrix, found=found)
+    with at_work:
+        product_seconds = _all_at_once(products, sizes, found=found)
+    products.clear()
+    passes = _prepared(_scale_loop, devices, size=sizes.memory_bytes, found=found)
+    pass_seconds = _all_at_once(passes, sizes, found=found)
+    for figures, product, one_pass in zip(found, product_seconds, pass_seconds, strict=True):
+        work = 2 * 2 * sizes.matrix**3
+        figures["matmul_tflops"] = product and work / product / 1e12
+        figures["memory_gbs"] = one_pass and 2 * sizes.memory_bytes / one_pass / 1e9
+    return found
+
+
+Run = Callable[[int], None]
+
+
+def _prepared(
+    make: Callable[[jax.Device, int], Run],
+    devices: Sequence[jax.Device],
+    *,
+    size: int,
+    found: Sequence[dict[str, Any]],
+) -> list[Run | None]:
+    """Compiled one after the other: the first loads libraries."""
+    runs: list[Run | None] = []
+    for device, figures in zip(devices, found, strict=True):
+        with _telling(figures):
+            runs.append(make(device, size))
+            continue
+        runs.append(None)
+    return runs
+
+
+def _all_at_once(
+    runs: Sequence[Run | None], sizes: Sizes, *, found: Sequence[dict[str, Any]]
+) -> list[float | None]:
+    def one(run: Run | None, figures: dict[str, Any]) -> float | None:
+        with _telling(figures):
+            return None if run is None else _sustained(run, sizes)
+        return None
+
+    with ThreadPoolExecutor(len(runs)) as threads:
+        return list(threads.map(one, runs, found))
+
+
+@contextlib.contextmanager
+def _telling(figures: dict[str, Any]) -> Iterator[None]:
+    """What XLA says of a device that cannot, such as one whose memory others have."""
+    try:
+        yield
+    except RuntimeError as error:
+        figures.setdefault("error", str(error).partition("\n")[0][:300])
 
 
 @jax.jit

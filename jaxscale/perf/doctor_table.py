@@ -132,7 +132,7 @@ def _device_cells(device: Facts) -> Iterator[str]:
     expected, load, card = verdicts.card_of(device["kind"]), device["load"], device["card"]
     for key in verdicts.MEASURED:
         wanted = f" ({getattr(expected, key):,.0f})" if expected else ""
-        yield f"{device[key]:,.4g}{wanted}" if device[key] < 1e3 else f"{device[key]:,.0f}{wanted}"
+        yield _figure(device[key]) + wanted
     for now, most in (
         (load.get("clock_mhz"), card.get("clocks.max.sm")),
         (load.get("power_w"), card.get("power.limit")),
@@ -143,6 +143,12 @@ def _device_cells(device: Facts) -> Iterator[str]:
     yield _errors(card)
     yield _links(card)
     yield ", ".join(load.get("reasons", ())) or NOT_HERE
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return NOT_HERE
+    return f"{value:,.0f}" if value >= 1e3 else f"{value:.4g}"
 
 
 def _or_dash(value: float | None) -> str:
@@ -199,7 +205,7 @@ def _collectives(everyone: Sequence[Facts]) -> Iterator[Section]:
         shown = f"{expected:,.0f}" if expected is not None else NOT_HERE
         lines.append(Line((*cells, shown), tuple(findings), is_judged))
     columns = ("among", "collective", "devices", *map(_bytes, sizes), "expected")
-    yield Section("collectives: GB/s of a link, slowest host", columns, tuple(lines))
+    yield Section("collectives: bus bandwidth in GB/s, slowest host", columns, tuple(lines))
 
 
 def _by_host(

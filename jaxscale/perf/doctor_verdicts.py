@@ -106,14 +106,19 @@ MEASURED = {"matmul_tflops": ("matmul", "TFLOP/s"), "memory_gbs": ("memory", "GB
 
 
 def medians(devices: Sequence[Facts]) -> dict[str, float]:
-    """Of all devices; of two the faster, so that the slower one is told."""
-    return {key: statistics.median_high(device[key] for device in devices) for key in MEASURED}
+    """Of all devices that have figures; of two the faster, so that the slower one is told."""
+    found = {key: [device[key] for device in devices if device[key]] for key in MEASURED}
+    return {key: statistics.median_high(values) if values else 0.0 for key, values in found.items()}
 
 
 def _of_speed(device: Facts, medians: dict[str, float]) -> Iterator[Finding]:
     card = card_of(device["kind"])
+    if "error" in device:
+        yield Finding(Verdict.FAIL, f"it cannot be used: {device['error']}")
     for key, (name, unit) in MEASURED.items():
         value, median = device[key], medians[key]
+        if value is None:
+            continue
         shown = f"{name} {value:,.4g} {unit}"
         if device["platform"] == "cpu":
             if value < LEAST_PASS_CPUS * median:

@@ -1,13 +1,14 @@
 """scripts/doctor.py reads what nvidia-smi says, names what is not well, and says what to do."""
 
+import contextlib
 import copy
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -421,6 +422,28 @@ def test_compiled_for_gpus_chains_are_neither_merged_nor_unrolled():
     assert passes.count(" multiply(") == 1 and passes.count(" while(") == 1
 
 
+TINY = dataclasses.replace(speed.CPU, matrix=64, memory_bytes=2**16, seconds=0.0, turn_seconds=0.01)
+
+
+def test_a_device_that_cannot_is_told_and_the_others_are_measured(monkeypatch):
+    made = speed._scale_loop
+
+    def fails_on_one(device, num_bytes):
+        if device.id == 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nBFC: ...")
+        return made(device, num_bytes)
+
+    monkeypatch.setattr(speed, "_scale_loop", fails_on_one)
+    with contextlib.ExitStack() as at_work:
+        figures = speed.of_devices(jax.devices()[:3], TINY, at_work=at_work)
+    assert [figure["memory_gbs"] is None for figure in figures] == [False, True, False]
+    assert all(figure["matmul_tflops"] > 0 for figure in figures)
+    text = shown([process(devices=[device(platform="cpu", **figure) for figure in figures])])
+    assert "FAIL: it cannot be used: RESOURCE_EXHAUSTED: Out of memory\n" in text
+    nothing = device(matmul_tflops=None, memory_gbs=None, error="no")
+    assert has_failed([process(devices=[nothing])])
+
+
 def test_a_timing_takes_as_long_as_it_should():
     assert speed.turns(0.001, speed.FULL) == 200 and speed.turns(5.0, speed.FULL) == 1
     assert speed.turns(0.0, speed.FULL) == 1000
@@ -472,12 +495,33 @@ def test_a_mistake_on_its_command_line_is_told_in_a_line(tmp_path):
     assert code in (1, 2) and "Traceback" not in err and str(file) in err
 
 
+# Each process is on a host of its own, as far as it knows, and the devices of process 1 are slow.
+TWO_HOSTS = """
+import os, runpy, socket, sys
+number = os.environ["JAXSCALE_PROCESS_ID"]
+socket.gethostname = lambda: f"node{number}"
+from jaxscale.perf import doctor_speed
+measured = doctor_speed._sustained
+if number == "1":
+    doctor_speed._sustained = lambda run, sizes: 100 * measured(run, sizes)
+sys.argv = ["scripts/doctor.py", *sys.argv[2:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.mark.slow
-def test_processes_are_compared(tmp_path):
-    launcher = ["scripts/launch_local.py", "-n", "2", "--cpu-devices=2", "--"]
-    code, out, err = run_doctor(f"--workdir={tmp_path}", "--quick", launcher=launcher)
+def test_processes_of_two_hosts_are_compared_and_the_slow_devices_named(tmp_path):
+    script, workdir = tmp_path / "two_hosts.py", tmp_path / "run"
+    script.write_text(TWO_HOSTS)
+    launcher = ["scripts/launch_local.py", "-n", "2", "--cpu-devices=2", "--", str(script)]
+    code, out, err = run_doctor(f"--workdir={workdir}", "--quick", launcher=launcher)
     assert code == 0, out + err
     assert "[0] 2 processes" in out and "devices: 4 x cpu" in out
-    assert len(re.findall(r"^\[0\]   [01] +\S+ +cpu [01] ", out, re.MULTILINE)) == 4
-    assert re.search(r"^\[0\]   inside a host  all-gather +4 ", out, re.MULTILINE)
-    assert "[1] devices" not in out and list(Path(tmp_path).iterdir()) == []
+    for number in range(2):
+        rows = re.findall(rf"^\[0\]   {number} +node{number} +cpu [01] .*", out, re.MULTILINE)
+        assert [row.split()[-1] for row in rows] == ["warn" if number else "pass"] * 2, out
+        assert re.search(rf"^\[0\]   node{number} +1 +2 .* [\d.]+ / [\d.]+ ", out, re.MULTILINE)
+    for group, num in (("inside a host", 2), ("between hosts", 2), ("all", 4)):
+        for name in speed.COLLECTIVES:
+            assert re.search(rf"^\[0\]   {group} +{name} +{num} ", out, re.MULTILINE), out
+    assert "[1] devices" not in out and list(workdir.iterdir()) == []

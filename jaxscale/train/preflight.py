@@ -41,32 +41,29 @@ log = logging.getLogger(__name__)
 Facts = dict[str, Any]
 
 
+class BusyGpuError(RuntimeError):
+    """A GPU that others use, or without room. Nothing the user typed: it may be free later."""
+
+
 def check(config: Config, workdir: Path, *, data: dict[str, Any]) -> None:
-    """Raises ValueError where processes are not of one run, or where a GPU has no room for it.
+    """Raises ValueError where processes are not of one run, BusyGpuError for a GPU without room.
 
     data: what makes it this data (`Corpus.description`). What only may be wrong is a warning: other
     code, another driver, clocks, a GPU that is shared. Every process calls it, before its first
-    collective; touches no device of a process that is alone. 1 ms there, without GPUs.
+    collective; touches no device of a process that is alone. Under 1 ms there, without GPUs.
     """
     # Counting the processes touches the devices, so one that is alone is not asked.
     is_alone = not jax.distributed.is_initialized() or jax.process_count() == 1
     facts = facts_of(config, data=data, is_alone=is_alone)
-    if is_alone:
-        errors, warnings = of_gpus([facts])
-    else:
-        errors, warnings = agree(facts, workdir)
-    for line in shortened(warnings):
-        log.warning(line)
-    if errors:
-        raise ValueError("\n  ".join(shortened(errors)))
-
-
-def agree(facts: Facts, workdir: Path) -> tuple[list[str], list[str]]:
-    """Errors and warnings of all processes, the same on each; lines that name process and host."""
-    everyone = gather(facts, workdir)
+    everyone = [facts] if is_alone else gather(facts, workdir)
     errors, warnings = compare(everyone, workdir=workdir)
     gpu_errors, gpu_warnings = of_gpus(everyone)
-    return errors + gpu_errors, warnings + gpu_warnings
+    for line in shortened(warnings + gpu_warnings):
+        log.warning(line)
+    if errors:
+        raise ValueError("\n  ".join(shortened(errors + gpu_errors)))
+    if gpu_errors:
+        raise BusyGpuError("\n  ".join(shortened(gpu_errors)))
 
 
 def gather(facts: Facts, workdir: Path | None) -> list[Facts]:

@@ -201,6 +201,18 @@ def test_a_gpu_that_another_process_computes_on_is_refused_with_its_pid_and_memo
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.45" in error and warnings == []
 
 
+def test_a_run_begins_on_a_gpu_that_is_shared_a_little_and_not_on_one_that_is_taken(
+    host, config, caplog, tmp_path
+):
+    apps = "GPU-bbb, 77, dcgm, 30\n"
+    host(apps=apps)
+    preflight.check(config, tmp_path, data={})
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    host(FREE.replace("81007\n1", "9\n1"), apps)
+    with pytest.raises(preflight.BusyGpuError, match="GPU 0 has 9 of 81,559 MiB free"):
+        preflight.check(config, tmp_path, data={})
+
+
 def test_a_process_that_holds_little_is_a_warning(host):
     errors, (warning,) = preflight.of_gpus([host(apps="GPU-bbb, 77, nvidia-cuda-mps-server, 30\n")])
     assert errors == [] and "GPU 1 is also used by pid 77 (nvidia-cuda-mps-server, 30" in warning
@@ -286,8 +298,12 @@ esac
     assert gpu_facts.number(row["clocks_throttle_reasons.active"]) == 4
 
 
-def test_a_run_of_one_process_is_not_held_up(tmp_path, config_file):
-    config = command_line.read_config([f"--config={config_file}", "--config.steps=999"])
+@pytest.fixture
+def config(config_file):
+    return command_line.read_config([f"--config={config_file}", "--config.steps=999"])
+
+
+def test_a_run_of_one_process_is_not_held_up(tmp_path, config):
     began = time.perf_counter()
     preflight.check(config, tmp_path, data={})
     assert time.perf_counter() - began < 0.05

@@ -5,6 +5,7 @@ plugin of JAX.
 """
 
 import importlib.metadata
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ SMALL_MIB = 1024.0
 # Beside JAX's pool: the context, cuDNN and NCCL take 3 to 5 GB, 1 GiB or so of it at the start.
 BESIDE_POOL_MIB, AT_START_MIB = 3072.0, 1024.0
 
+log = logging.getLogger(__name__)
+
 Facts = dict[str, Any]
 
 
@@ -48,13 +51,16 @@ def own_gpus() -> list[Facts]:
     if not any(installed(name) for name in PLUGINS):
         return []
     pools = _pools() if xla_bridge.backends_are_initialized() else None
-    deadline = time.monotonic() + LEAVING_SECONDS
+    deadline, is_told = time.monotonic() + LEAVING_SECONDS, False
     while True:
         found = _read(pools)
         others = [app for gpu in found for app in gpu["apps"] if app["pid"] != os.getpid()]
         is_held = any((app["mib"] or 0) >= SMALL_MIB and app["is_here"] for app in others)
         if not is_held or time.monotonic() > deadline:
             return found
+        if not is_told:
+            log.info("waiting %g s for others to leave the GPUs", LEAVING_SECONDS)
+            is_told = True
         time.sleep(1.0)
 
 

@@ -2,7 +2,7 @@
 
 import os
 
-from jaxscale.perf.processes import output_of
+from jaxscale import gpu_facts
 
 
 def gpu_names() -> list[str]:
@@ -18,7 +18,7 @@ def gpu_names() -> list[str]:
 
 def used_memory_gib() -> float | None:
     """Of the fullest GPU; None if nvidia-smi does not say."""
-    used = [float(number) for number in _query("memory.used") if number.replace(".", "").isdigit()]
+    used = [mib for text in _query("memory.used") if (mib := gpu_facts.number(text)) is not None]
     return max(used) / 1024 if used else None
 
 
@@ -28,5 +28,4 @@ def driver_version() -> str | None:
 
 
 def _query(field: str) -> list[str]:
-    answer = output_of("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits")
-    return answer.splitlines()
+    return [row[field] for row in gpu_facts.query([field])]

@@ -32,6 +32,7 @@ from jaxscale.step.relayout import LEAD, Relayout, saved_lead
 from jaxscale.step.remarks import remarks
 from jaxscale.step.state import TrainState, from_flat, init_state, to_flat
 from jaxscale.step.update import update
+from jaxscale.train import preflight
 from jaxscale.train.bad_steps import BadStepError, BadSteps
 from jaxscale.train.evaluate import make_evaluate
 from jaxscale.train.recorder import HeldOut, Recorder, still
@@ -66,6 +67,8 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
     run_config.validate(config)
     check_workdir(workdir, config)
     corpus = corpus_of_run(config)
+    # The first agreement: processes that differ would wait for each other in later ones.
+    preflight.check(config, workdir, data=corpus.description)
     # Asking who leads touches the devices, so a process that is alone is not asked.
     leads = not jax.distributed.is_initialized() or distributed.is_lead()
     with contextlib.ExitStack() as stack:

@@ -241,3 +241,12 @@ def test_a_job_that_fails_again_and_again_without_a_new_checkpoint_gives_up(clus
     assert job.wait_for_end() == "FAILED"
     assert job.state()["ExitCode"] == "1:0" and job.state()["Restarts"] == "1"
     assert "giving up: 2 failures in a row without a new checkpoint" in job.said()
+
+
+def test_srun_of_the_doctor_compares_the_processes_of_two_nodes(cluster, tmp_path):
+    words = ["--nodes=2", "--ntasks=2", "--label", f"--chdir={ROOT}"]
+    command = [sys.executable, "scripts/doctor.py", f"--workdir={tmp_path}", "--gib=0.002"]
+    text = cluster.say("srun", *words, *command, **environment(devices=1))
+    assert re.search(r"^0: 2 processes$", text, re.MULTILINE), text
+    assert len(re.findall(r"^0:   [01] +\S+ +cpu 0 ", text, re.MULTILINE)) == 2, text
+    assert not re.search(r"^1: .*devices", text, re.MULTILINE)

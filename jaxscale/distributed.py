@@ -297,6 +297,14 @@ def every_process_says(text: str) -> list[str]:
     ]
 
 
+def every_process_has(row: np.ndarray) -> np.ndarray:
+    """[processes, ...]: the array of each process; all have the same shape and dtype.
+
+    The dtype has 32 bits at most.
+    """
+    return row[None] if jax.process_count() == 1 else _of_every_process(row)
+
+
 def _of_every_process(row: np.ndarray) -> np.ndarray:
     """[processes, ...]: the array of each process; all have the same shape and dtype."""
     if row.size == 0:

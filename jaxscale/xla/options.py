@@ -113,6 +113,21 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
+# Of the replays of a step (step/replay.py), besides the update's. Not xla_gpu_deterministic_ops:
+# that chooses kernels without timing them as well, so that compiling is the same each time; one
+# compiled program is all that a replay needs.
+REPLAY_OPTIONS: tuple[Option, ...] = (
+    Option(
+        "xla_gpu_exclude_nondeterministic_ops",
+        True,
+        default="false",
+        why="scatters that add atomically and cuDNN's attention backwards, which adds the gradient "
+        "of the queries in any order, give other bits each time",
+        gain="none in speed; what it costs has not been measured on a GPU",
+    ),
+)
+
+
 def _loading(autotune: Path) -> Option:
     return Option(
         "xla_gpu_load_autotune_results_from",
@@ -150,6 +165,12 @@ def numerics_options(config: Any, platform: str) -> dict[str, Any]:
     users = _users(config.xla_options, platform)
     names = {option.name for option in options}
     return derived | {name: value for name, value in users.items() if name in names}
+
+
+def replay_options(update: dict[str, Any], config: Any, *, platform: str) -> dict[str, Any]:
+    """For a program that gives the same bits each time it runs; update: the update's options."""
+    derived = _derived(REPLAY_OPTIONS, config, sizes={}, platform=platform)
+    return derived | update
 
 
 def describe(options: dict[str, Any], config: Any, *, platform: str) -> str:

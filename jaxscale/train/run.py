@@ -316,18 +316,17 @@ class Run:
     def save(self, step: int, state: TrainState, *, record: Recorder) -> None:
         """Starts saving; nothing with config.checkpoint.enabled=False.
 
-        A save that fails is told, and training goes on: the next one is tried. Not with several
-        processes, which would have to agree, and not at the end (`finish_saving`).
+        A save that fails on any process is told, and training goes on: the next one is tried. Not
+        at the end (`finish_saving`).
         """
         try:
             self._start_saving(step, state, record=record)
         except CheckpointError as error:
-            if jax.process_count() > 1:
-                raise
-            record.saved_step = self.checkpoints.latest_step() or 0
-            log.error(
-                "%s. Training goes on; the last checkpoint is of step %d", error, record.saved_step
-            )
+            # As the lead sees the folder: what is saved at the end depends on it.
+            latest = self.checkpoints.latest_step() or 0
+            (record.saved_step,) = distributed.lead_says([latest])
+            if distributed.is_lead():
+                log.error("%s. Training goes on; the last checkpoint is of step %d", error, latest)
             if error.step != step:  # the save before; this one has not begun
                 self.save(step, state, record=record)
 
@@ -337,9 +336,8 @@ class Run:
             try:
                 self.checkpoints.wait()
             except CheckpointError as error:  # of the save before
-                if jax.process_count() > 1:
-                    raise
-                log.error("%s", error)
+                if distributed.is_lead():
+                    log.error("%s", error)
             self._start_saving(step, state, record=record)
         self.checkpoints.wait()
 

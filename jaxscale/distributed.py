@@ -308,11 +308,35 @@ def every_process_says(text: str) -> list[str]:
     ]
 
 
+def every_process_has(row: np.ndarray) -> np.ndarray:
+    """[processes, ...]: the array of each process; all have the same shape and dtype.
+
+    The dtype has 32 bits at most.
+    """
+    return row[None] if jax.process_count() == 1 else _of_every_process(row)
+
+
 def _of_every_process(row: np.ndarray) -> np.ndarray:
     """[processes, ...]: the array of each process; all have the same shape and dtype."""
     if row.size == 0:
         return np.zeros((jax.process_count(), *row.shape), row.dtype)
     return np.asarray(multihost_utils.process_allgather(row))
+
+
+def meet(place: str, trouble: str, *, timeout_seconds: float) -> list[str]:
+    """Waits for all processes at a place; what those that came with trouble said, and who they are.
+
+    The same list on each. No collective: for threads beside the training, one meeting at a time.
+    place: another one each time. Raises jax.errors.JaxRuntimeError if somebody does not come.
+    """
+    client = jax_distributed.global_state.client
+    assert client is not None
+    if trouble:
+        me = f"process {jax.process_index()} (host {socket.gethostname()})"
+        client.key_value_set(f"{place}/{jax.process_index():06}", f"{me}: {trouble}")
+    # One name for all: the service keeps what it knows of each for ever.
+    client.wait_at_barrier("jaxscale/meeting", round(1000 * timeout_seconds))
+    return [said for _, said in sorted(client.key_value_dir_get(f"{place}/"))]
 
 
 def any_process(flag: Callable[[], bool]) -> Callable[[], bool]:

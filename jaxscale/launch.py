@@ -16,6 +16,9 @@ from pathlib import Path
 # saved, or another process of its run was lost. EX_TEMPFAIL of sysexits.h; scripts/train.slurm
 # requeues the job, scripts/k8s restarts it.
 EXIT_AGAIN = 75
+# A device was found to corrupt what it holds or computes: the same command would go on, on other
+# hosts. Nothing starts it again by itself.
+EXIT_CORRUPT = 76
 
 # The launcher of a process that has variables alone.
 EXPLICIT = "explicit variables"

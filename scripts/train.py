@@ -85,7 +85,8 @@ def tell_fault(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else EXIT_FAILED
     if isinstance(error, ValueError | RuntimeError) and raised_here(error):
-        return tell(error, EXIT_MISTAKE if isinstance(error, ValueError) else EXIT_FAILED)
+        failed = getattr(error, "exit_code", EXIT_FAILED)
+        return tell(error, EXIT_MISTAKE if isinstance(error, ValueError) else failed)
     traceback.print_exception(error)
     return EXIT_FAILED
 

@@ -172,12 +172,16 @@ def test_the_manifest_of_kubernetes_says_what_its_pods_need():
         for rule in job["spec"]["podFailurePolicy"]["rules"]
         if "onExitCodes" in rule
     }
-    assert codes == {"FailJob": [EXIT_MISTAKE], "Ignore": [launch.EXIT_AGAIN]}
+    assert codes == {
+        "FailJob": [EXIT_MISTAKE, launch.EXIT_CORRUPT],
+        "Ignore": [launch.EXIT_AGAIN],
+    }
 
 
 def test_the_batch_script_knows_our_exit_codes():
     text = (Path(__file__).parents[1] / "scripts" / "train.slurm").read_text()
     codes = f"exit_mistake={EXIT_MISTAKE} exit_again={launch.EXIT_AGAIN} "
+    codes += f"exit_corrupt={launch.EXIT_CORRUPT} "
     assert f"readonly {codes}exit_interrupted={EXIT_INTERRUPTED}" in text
 
 

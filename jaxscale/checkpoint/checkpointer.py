@@ -16,8 +16,6 @@ evaluation may read while a run writes.
 import contextlib
 import json
 import logging
-import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -33,12 +31,21 @@ from jaxscale.checkpoint import checksums
 from jaxscale.checkpoint import leaves as state_leaves
 from jaxscale.checkpoint.folders import StepFolders
 from jaxscale.checkpoint.quiet import quieten_orbax, without_late_writes
+from jaxscale.checkpoint.together import (
+    SaveFailed,
+    Together,
+    file_names,
+    other_processes_checksums,
+    writer_of,
+)
 from jaxscale.files import require_writable, sync, write_atomically
 
 log = logging.getLogger(__name__)
 
 # One save may take this long: 800 GB (a 70B model with AdamW) at 0.25 GB/s.
 SAVE_TIMEOUT_SECONDS = 3600
+# And a file that another host has written be seen so late: NFS keeps what it knows for 60 s.
+SEEN_SECONDS = 90
 
 STATE, METADATA, CHECKSUMS = "state", "metadata.json", checksums.NAME
 
@@ -80,6 +87,7 @@ class Checkpointer:
         self._defects: dict[int, str] = {}
         self._pending: Future | None = None
         self._pending_step = -1
+        self._together = Together(SAVE_TIMEOUT_SECONDS)
         if keep_last:
             _check_writable(self._folder)
         quieten_orbax()
@@ -90,6 +98,11 @@ class Checkpointer:
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False),
             timeout_secs=SAVE_TIMEOUT_SECONDS,
+            # Where its own barriers would wait for a process that has failed.
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=SAVE_TIMEOUT_SECONDS,
+                barrier_sync_fn=lambda **_: self._together.meet(),
+            ),
         )
 
     def __enter__(self) -> "Checkpointer":
@@ -123,12 +136,13 @@ class Checkpointer:
         record = _metadata_to_json({"step": step, "metadata": metadata, "leaves": leaves})
         self._wait_for_previous(step)
         saving = self._steps.saving(step)
+        self._together = Together(SAVE_TIMEOUT_SECONDS)
         try:
             self._start_saving(saving, state, record=record)
-        except OSError as error:
+        except (OSError, SaveFailed) as error:
             raise self._save_error(step, error) from error
         self._pending_step = step
-        self._pending = self._executor.submit(self._finish, step, saving)
+        self._pending = self._executor.submit(self._finish, step, saving, together=self._together)
         return True
 
     def restore(
@@ -230,9 +244,9 @@ class Checkpointer:
         return sum(size for size, _ in files.values())
 
     def wait(self) -> None:
-        """Waits for the save in flight. Raises CheckpointError if it failed.
+        """Waits for the save in flight. Raises CheckpointError if it failed, on any process.
 
-        On process 0 the step is then whole; elsewhere this process's part of it is.
+        All processes know the same of it.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -256,17 +270,15 @@ class Checkpointer:
     # Saving, in the background.
 
     def _start_saving(self, saving: Path, state: Any, *, record: bytes) -> None:
-        if distributed.is_lead():
-            self._put_damaged_aside()
-            self._steps.clear()
-            saving.mkdir()
-            write_atomically(saving / METADATA, record)
+        with self._together.part():
+            if distributed.is_lead():
+                self._put_damaged_aside()
+                self._steps.clear()
+                saving.mkdir()
+                write_atomically(saving / METADATA, record)
+        with self._together.part():
+            _wait_to_see(saving / METADATA)
         self._orbax.save(saving / STATE, args=ocp.args.PyTreeSave(state))
-        if not (saving / METADATA).exists():
-            raise OSError(
-                "process 0 created it, this process does not see it; "
-                "the folder must be shared by all hosts"
-            )
 
     def _put_damaged_aside(self) -> None:
         for step in self._defects:
@@ -285,33 +297,35 @@ class Checkpointer:
                 previous,
             )
 
-    def _finish(self, step: int, saving: Path) -> None:
-        begin = time.monotonic()
-        self._orbax.wait_until_finished()
-        write_seconds = time.monotonic() - begin
-        # Each process reads back what it wrote, out of its own page cache.
-        mine = [name for name in _file_names(saving) if _writer_of(name) == jax.process_index()]
-        files = checksums.compute(saving, mine)
-        if not distributed.is_lead():
-            write_atomically(
-                saving / f"{CHECKSUMS}.{jax.process_index()}", checksums.to_json(files)
-            )
-            return
-        files |= _other_processes_checksums(saving)
-        missing = sorted(set(_file_names(saving)) - set(files))
-        assert not missing, f"no process checksummed {missing}"
-        checksums.write(saving, files)
-        self._steps.publish(step)
-        num_bytes = sum(size for size, _ in files.values())
-        log.info(
-            "saved step %d: %.3f GB, written in %.1f s, checked and in place after %.1f s",
-            step,
-            num_bytes / 1e9,
-            write_seconds,
-            time.monotonic() - begin,
-        )
-        self.on_published(step)
-        self._retire(step)
+    def _finish(self, step: int, saving: Path, *, together: Together) -> None:
+        with together.telling():
+            begin = time.monotonic()
+            self._orbax.wait_until_finished()
+            write_seconds = time.monotonic() - begin
+            # Each process reads back what it wrote, out of its own page cache.
+            me, names = jax.process_index(), file_names(saving)
+            mine = [name for name in names if writer_of(name, state=STATE) == me]
+            files = checksums.compute(saving, mine)
+            if not distributed.is_lead():
+                write_atomically(saving / f"{CHECKSUMS}.{me}", checksums.to_json(files))
+            together.meet()
+            if distributed.is_lead():
+                files |= other_processes_checksums(saving, timeout_seconds=SEEN_SECONDS)
+                missing = sorted(set(file_names(saving)) - set(files))
+                assert not missing, f"no process checksummed {missing}"
+                checksums.write(saving, files)
+                self._steps.publish(step)
+                num_bytes = sum(size for size, _ in files.values())
+                log.info(
+                    "saved step %d: %.3f GB, written in %.1f s, checked and in place after %.1f s",
+                    step,
+                    num_bytes / 1e9,
+                    write_seconds,
+                    time.monotonic() - begin,
+                )
+                self.on_published(step)
+                self._retire(step)
+            together.meet()
 
     def _retire(self, step: int) -> None:
         self._steps.retire(
@@ -319,8 +333,9 @@ class Checkpointer:
         )
 
     def _save_error(self, step: int, error: BaseException) -> CheckpointError:
+        kind = "" if isinstance(error, SaveFailed) else f"{type(error).__name__}: "
         return CheckpointError(
-            f"saving step {step} to {self._folder} failed: {type(error).__name__}: {error}; "
+            f"saving step {step} to {self._folder} failed: {kind}{error}; "
             "check that there is space and every host can write there",
             step=step,
         )
@@ -442,6 +457,18 @@ class Checkpointer:
         )
 
 
+def _wait_to_see(path: Path) -> None:
+    """Raises OSError if what process 0 has made is not here."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise OSError(
+                f"process 0 has created {path.parent}, which is not seen here; the folder must be "
+                "shared by all hosts"
+            )
+        time.sleep(0.1)
+
+
 def _restore_args(leaf: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
     return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
@@ -462,36 +489,6 @@ def _other_step(record: dict, step: int) -> list[str]:
     if saved == step:
         return []
     return [f"it holds step {saved}, saved under that name; was the folder renamed?"]
-
-
-def _file_names(folder: Path) -> list[str]:
-    """Every file under a step except the checksums themselves, as paths relative to it."""
-    paths = (
-        Path(parent, name).relative_to(folder)
-        for parent, _, names in os.walk(folder)
-        for name in names
-    )
-    return sorted(path.as_posix() for path in paths if not path.name.startswith(CHECKSUMS))
-
-
-def _writer_of(name: str) -> int:
-    match = re.match(rf"{STATE}/ocdbt\.process_(\d+)/", name)
-    return int(match[1]) if match else 0
-
-
-def _other_processes_checksums(saving: Path) -> dict[str, tuple[int, int]]:
-    files, deadline = {}, time.monotonic() + SAVE_TIMEOUT_SECONDS
-    for process in range(1, jax.process_count()):
-        path = saving / f"{CHECKSUMS}.{process}"
-        while not path.exists():
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"process {process} wrote no checksums within {SAVE_TIMEOUT_SECONDS} s"
-                )
-            time.sleep(0.1)
-        files |= json.loads(path.read_bytes())
-        path.unlink()
-    return files
 
 
 def _metadata_to_json(value: Any) -> bytes:

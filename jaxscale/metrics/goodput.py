@@ -22,6 +22,7 @@ PHASES = (
     "data",
     "checkpoint",
     "evaluation",
+    "integrity",
     "skipped",
     "restart",
     "other",
@@ -120,7 +121,7 @@ def _record_of(line: bytes, *, step: int) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
         is_ours = 0 < record["step"] <= step and math.isfinite(record["time"])
-        all(math.isfinite(record[f"{phase}_seconds"]) for phase in PHASES)
+        all(math.isfinite(record.get(f"{phase}_seconds", 0.0)) for phase in PHASES)
     except (ValueError, TypeError, LookupError, RecursionError):
         return None
     return record if is_ours else None

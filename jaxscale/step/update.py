@@ -4,6 +4,8 @@ B rows, S sequence, D model, V vocabulary.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +36,9 @@ def update(
     """
     num_tokens = count_tokens(batch)
     if plan.pipeline is None:
-        extra, loss, gradients = _loss_and_gradients(state, batch, plan=plan, num_tokens=num_tokens)
+        extra, loss, gradients, _ = loss_and_gradients(
+            state, batch, plan=plan, num_tokens=num_tokens
+        )
     else:
         extra = state.extra
         loss, gradients = stages.loss_and_gradients(state, batch, plan=plan, num_tokens=num_tokens)
@@ -61,26 +65,39 @@ def update(
     return TrainState(state.step + 1, params, state.frozen, extra, opt_state), metrics
 
 
-def _loss_and_gradients(state: TrainState, batch: Batch, *, plan: Plan, num_tokens):
-    """(extra, loss, gradients), summed over the microbatches."""
+def loss_and_gradients(
+    state: TrainState,
+    batch: Batch,
+    *,
+    plan: Plan,
+    num_tokens,
+    observe: Callable[[Output], Any] = lambda output: (),
+):
+    """(extra, loss, gradients, seen), the middle two summed over the microbatches.
+
+    seen: what `observe` makes of each microbatch's output, arrays [microbatches, ...].
+    """
     held = layout.hold(state.params, plan)
-    loss_of = functools.partial(_loss, plan=plan, state=state, num_tokens=num_tokens)
+    loss_of = functools.partial(
+        _loss, plan=plan, state=state, num_tokens=num_tokens, observe=observe
+    )
 
     def sums_of(extra, microbatch):
         of_held = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, extra), gradients = of_held(held, extra, microbatch=microbatch)
-        return extra, (loss, layout.land(gradients, plan))
+        (loss, (extra, seen)), gradients = of_held(held, extra, microbatch=microbatch)
+        return extra, (loss, layout.land(gradients, plan)), seen
 
     def add(carry, microbatch):
-        (extra, total), (extra, sums) = carry, sums_of(carry[0], microbatch)
-        return (extra, jax.tree.map(jnp.add, total, sums)), None
+        (extra, total), (extra, sums, seen) = carry, sums_of(carry[0], microbatch)
+        return (extra, jax.tree.map(jnp.add, total, sums)), seen
 
     if batch.tokens.shape[0] == 1:
-        extra, sums = sums_of(state.extra, jax.tree.map(lambda x: x[0], batch))
+        extra, sums, seen = sums_of(state.extra, jax.tree.map(lambda x: x[0], batch))
+        seen = jax.tree.map(lambda x: x[None], seen)
     else:
         zeros = jnp.zeros((), jnp.float32), layout.zero_gradients(held, plan)
-        (extra, sums), _ = jax.lax.scan(add, (state.extra, zeros), batch)
-    return extra, *sums
+        (extra, sums), seen = jax.lax.scan(add, (state.extra, zeros), batch)
+    return extra, *sums, seen
 
 
 def held_out_loss(state: TrainState, batch: Batch, *, plan: Plan):
@@ -100,13 +117,16 @@ def count_tokens(batch: Batch) -> jax.Array:
     return (batch.targets >= 0).sum(dtype=jnp.int32)
 
 
-def _loss(held, extra, *, microbatch: Batch, plan: Plan, state: TrainState, num_tokens):
-    """(the microbatch's part of the loss, the new extra variables)."""
+def _loss(
+    held, extra, *, microbatch: Batch, plan: Plan, state: TrainState, num_tokens, observe: Callable
+):
+    """(the microbatch's part of the loss, (the new extra variables, what is observed))."""
     params = layout.read(held, state.params, plan=plan)
     output = _forward(params, extra, plan=plan, state=state, batch=microbatch)
     loss = cross_entropy_of(output, microbatch.targets, plan=plan, z_loss=plan.config.z_loss)
     mean = loss * (1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32))
-    return mean + output.aux_loss / plan.config.grad_accumulation, replaced(extra, output.extra)
+    loss = mean + output.aux_loss / plan.config.grad_accumulation
+    return loss, (replaced(extra, output.extra), observe(output))
 
 
 def _forward(params, extra, *, plan: Plan, state: TrainState, batch: Batch) -> Output:

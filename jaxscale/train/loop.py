@@ -29,7 +29,7 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
 
     Writes config.json, metrics.jsonl, tensorboard/ and checkpoints/ there. command: what a message
     tells the user to run again. Raises ValueError for a mistake of the user's, before devices are
-    touched wherever that is possible; BadStepError; CheckpointError.
+    touched wherever that is possible; BadStepError; IntegrityError; CheckpointError.
     """
     with open_run(config, Path(workdir), command=command) as run:
         state, first_step = run.restore_or_init()
@@ -51,6 +51,9 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
                         state, step = run.roll_back(state, record=record, batches=batches)
                     continue
                 record.profile_until(step)
+                if run.is_check_due(step):
+                    with record.paused("integrity"):
+                        run.check(step, state, batch=batch, record=record)
                 if run.is_due(config.evaluation.every, step):
                     with record.paused("evaluation"):
                         record.evaluation(step, run.evaluate(state))

@@ -209,9 +209,10 @@ class Recorder:
             self._goodput.add_step(record)
             self._pace.took("step", record["step_seconds"])
             self._seconds_since_save += record["step_seconds"]
-            self.bad_steps.take(record, saved=self._describe_saved())
+            self.bad_steps.take(record, saved=self.describe_saved())
 
-    def _describe_saved(self) -> str:
+    def describe_saved(self) -> str:
+        """For messages about what ends a run."""
         if not self.saved_step:
             return "nothing is saved"
         folder = self._workdir / "checkpoints"

@@ -35,6 +35,7 @@ from jaxscale.step.update import update
 from jaxscale.train import preflight
 from jaxscale.train.bad_steps import BadStepError, BadSteps
 from jaxscale.train.evaluate import make_evaluate
+from jaxscale.train.integrity import Integrity
 from jaxscale.train.recorder import HeldOut, Recorder, still
 from jaxscale.train.sample import sample_text
 from jaxscale.train.stop import Interrupts, interrupts
@@ -102,6 +103,7 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
                 stops,
                 interrupted,
                 goodput,
+                hosts,
                 pretrained,
             )
             if latest is not None:
@@ -138,8 +140,8 @@ class Run:
     """The parts of a run, and what the loop asks of them.
 
     config: as the user wrote it; the plan's has what the data adds. stops: whether any process was
-    told to stop. interrupted: whether this one was, and how. pretrained: the first weights, if
-    config.init_from names some.
+    told to stop. interrupted: whether this one was, and how. hosts: of each process. pretrained:
+    the first weights, if config.init_from names some.
     """
 
     config: Config
@@ -151,6 +153,7 @@ class Run:
     stops: Callable[[], bool]
     interrupted: Interrupts
     goodput: Goodput
+    hosts: list[str]
     pretrained: ModelFolder | None = None
     # Batches that the run went back over, and leaves out.
     num_left_out: int = 0
@@ -166,6 +169,10 @@ class Run:
         """Compiles the update now: what cannot fit is refused while nothing is allocated."""
         with still("compiling the update"), self.goodput.phase("compile"):
             _ = self.update
+
+    @functools.cached_property
+    def integrity(self) -> Integrity:
+        return Integrity(self.update.plan, hosts=self.hosts, command=self.command)
 
     @functools.cached_property
     def evaluate(self) -> Callable[[TrainState], float]:
@@ -238,6 +245,7 @@ class Run:
             step,
         )
         record.rolled_back(step, self.losses)
+        self.integrity.compared_step = -1
         batches.go_to(self.batch_of(step + 1))
         return state, step
 
@@ -278,6 +286,24 @@ class Run:
         """True every so many steps (0: never), but not at the last, which has its own."""
         return every > 0 and step % every == 0 and step < self.config.steps
 
+    def is_check_due(self, step: int) -> bool:
+        """As config.integrity has it."""
+        settings = self.config.integrity
+        return self.is_due(settings.replicas_every, step) or self.is_due(
+            settings.replay_every, step
+        )
+
+    def check(self, step: int, state: TrainState, *, batch: Batch, record: Recorder) -> None:
+        """What is due of config.integrity. Raises IntegrityError, on every process.
+
+        batch: any will do; a replay reads it.
+        """
+        saved = record.describe_saved()
+        if self.is_due(self.config.integrity.replay_every, step):
+            self.integrity.replay(step, state, batch=batch, saved=saved)
+        if self.is_due(self.config.integrity.replicas_every, step):
+            self.integrity.compare_replicas(step, state, saved=saved)
+
     def is_save_due(self, step: int) -> bool:
         """As config.checkpoint.every and every_minutes have it; all processes call it alike."""
         minutes = self.config.checkpoint.every_minutes
@@ -293,18 +319,17 @@ class Run:
     def save(self, step: int, state: TrainState, *, record: Recorder) -> None:
         """Starts saving; nothing with config.checkpoint.enabled=False.
 
-        A save that fails is told, and training goes on: the next one is tried. Not with several
-        processes, which would have to agree, and not at the end (`finish_saving`).
+        A save that fails on any process is told, and training goes on: the next one is tried. Not
+        at the end (`finish_saving`).
         """
         try:
             self._start_saving(step, state, record=record)
         except CheckpointError as error:
-            if jax.process_count() > 1:
-                raise
-            record.saved_step = self.checkpoints.latest_step() or 0
-            log.error(
-                "%s. Training goes on; the last checkpoint is of step %d", error, record.saved_step
-            )
+            # As the lead sees the folder: what is saved at the end depends on it.
+            latest = self.checkpoints.latest_step() or 0
+            (record.saved_step,) = distributed.lead_says([latest])
+            if distributed.is_lead():
+                log.error("%s. Training goes on; the last checkpoint is of step %d", error, latest)
             if error.step != step:  # the save before; this one has not begun
                 self.save(step, state, record=record)
 
@@ -314,15 +339,16 @@ class Run:
             try:
                 self.checkpoints.wait()
             except CheckpointError as error:  # of the save before
-                if jax.process_count() > 1:
-                    raise
-                log.error("%s", error)
+                if distributed.is_lead():
+                    log.error("%s", error)
             self._start_saving(step, state, record=record)
         self.checkpoints.wait()
 
     def _start_saving(self, step: int, state: TrainState, *, record: Recorder) -> None:
         if not self.config.checkpoint.enabled:
             return
+        if self.config.integrity.replicas_every:
+            self.integrity.compare_replicas(step, state, saved=record.describe_saved())
         record.saving(step)
         began = time.perf_counter()
         metadata = metadata_of(self.config, self.corpus, plan=self.plan)

@@ -72,6 +72,18 @@ class Option:
         return self.value(config, sizes) if callable(self.value) else self.value
 
 
+# Not xla_gpu_deterministic_ops: that chooses kernels without timing them as well, so that compiling
+# is the same each time.
+IN_ORDER = Option(
+    "xla_gpu_exclude_nondeterministic_ops",
+    True,
+    default="false",
+    why="scatters that add atomically and cuDNN's attention backwards, which adds the gradient of "
+    "the queries in any order, give other bits each time",
+    gain="none in speed; what it costs has not been measured on a GPU",
+    applies=_deterministic,
+)
+
 # Named as in the newest jaxlib. Each was measured alone and in pairs before it came here;
 # docs/performance.md has those that did not help.
 OPTIONS: tuple[Option, ...] = (
@@ -86,15 +98,7 @@ OPTIONS: tuple[Option, ...] = (
         "one H200, jax 0.11.2)",
         changes_results=True,
     ),
-    Option(
-        "xla_gpu_exclude_nondeterministic_ops",
-        True,
-        default="false",
-        why="scatters that add atomically and cuDNN's attention backwards, which adds the gradient "
-        "of the queries in any order, give other bits each time",
-        gain="none in speed; what it costs has not been measured on a GPU",
-        applies=_deterministic,
-    ),
+    IN_ORDER,
     Option(
         "xla_gpu_graph_min_graph_size",
         1,
@@ -163,6 +167,13 @@ def numerics_options(config: Any, platform: str) -> dict[str, Any]:
     users = _users(config.xla_options, platform)
     names = {option.name for option in options}
     return derived | {name: value for name, value in users.items() if name in names}
+
+
+def replay_options(update: dict[str, Any], config: Any, *, platform: str) -> dict[str, Any]:
+    """For a program that gives the same bits each time it runs; update: the update's options."""
+    always = dataclasses.replace(IN_ORDER, applies=_always)
+    derived = _derived([always], config, sizes={}, platform=platform)
+    return derived | update
 
 
 def describe(options: dict[str, Any], config: Any, *, platform: str) -> str:

@@ -277,3 +277,44 @@ def test_a_process_that_fails_alone_ends_the_others_with_its_own_words(
     assert re.search(rf"^\[0\] error: process 1 \(host .*\) {words}", output, re.MULTILINE), output
     assert "[1] OSError: [Errno 5] Input/output error: '/data/corpus.bin'" in output
     assert "launch_local: process 1 ended with exit code 1, the first to fail" in output
+
+
+# While step 8 is saved, process 1 alone can write no file of more than 4 kB.
+NO_SPACE = """
+import os, resource
+from jaxscale.checkpoint.checkpointer import Checkpointer
+
+def finish(self, step, *arguments, original=Checkpointer._finish, **options):
+    try:
+        return original(self, step, *arguments, **options)
+    finally:
+        if step == 8:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+def save(self, step, *arguments, original=Checkpointer.save, **options):
+    if step == 8 and os.environ["JAXSCALE_PROCESS_ID"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    return original(self, step, *arguments, **options)
+
+Checkpointer._finish, Checkpointer.save = finish, save
+"""
+
+
+def test_a_save_that_fails_on_one_process_is_told_and_training_goes_on_bit_for_bit(
+    launched, config_file, tmp_path
+):
+    settings = ("--config.checkpoint.keep_last=1", "--config.steps=16")
+    finish(launched(2, tmp_path / "undisturbed", *settings))
+    faulty = tmp_path / "faulty.py"
+    faulty.write_text(NO_SPACE + config_file.read_text())
+    workdir = tmp_path / "run"
+    output = finish(launched(2, workdir, *settings, config=faulty))
+    (told,) = re.findall(r"^.*saving step 8 .*$", output, re.MULTILINE)
+    assert told.startswith(f"[0] saving step 8 to {workdir}/checkpoints failed: process 1 (host ")
+    assert "File too large" in told
+    assert told.endswith("Training goes on; the last checkpoint is of step 4")
+    assert "Traceback" not in output
+    assert losses(workdir) == losses(tmp_path / "undisturbed") and len(losses(workdir)) == 16
+    saved = re.findall(r"^\[0\] saved step (\d+):", output, re.MULTILINE)
+    assert saved == ["4", "12", "16"]
+    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["16"]

@@ -135,27 +135,28 @@ class Watchdog:
     def _tick(self) -> None:
         self._after(TICK_SECONDS, self._tick)
         now = time.monotonic()
-        gap, self._last_turn = now - self._last_turn - TICK_SECONDS, now
-        if gap > GAP_SECONDS:
-            self._forgive(gap)
+        since_last, self._last_turn = now - self._last_turn, now
+        if since_last > TICK_SECONDS + GAP_SECONDS:
+            self._forgive(since_last)
         for line in [line for line in self._heard if now - self._heard[line] > SILENT_SECONDS]:
             if line in (self._above, *self._below.values()):
                 self._remove(line)
                 (self._from_above if line is self._above else self._from_below)([], line)
-        self._look(now)
+        self._look(now, since_last)
 
     def _forgive(self, seconds: float) -> None:
         """Of so much time nobody can be asked what he did in it."""
-        self._place.since += seconds
+        now = time.monotonic()
+        self._place.since = min(now, self._place.since + seconds)
         for line in self._heard:
-            self._heard[line] += seconds
+            self._heard[line] = min(now, self._heard[line] + seconds)
 
-    def _look(self, now: float) -> None:
+    def _look(self, now: float, since_last: float) -> None:
         """At the process."""
         state, place = self._ward.state(), self._place
         is_still = state == "t" or (state == "T" and not self._num_others)
         if is_still:  # somebody debugs it; or has stopped it, and keeps nobody waiting
-            place.since += TICK_SECONDS
+            place.since = min(now, place.since + since_last)
         self._stopped_since = (self._stopped_since or now) if state == "T" else None
         is_stopped = self._num_others and now - (self._stopped_since or now) > STOPPED_SECONDS
         is_overdue = 0 < place.allowed < now - place.since

@@ -173,12 +173,12 @@ def test_a_process_that_is_stopped_is_named_to_all_with_its_stack(crew, which):
 
 def test_who_is_waited_for_is_told_to_the_lead_and_ends_the_run_once_his_own_time_is_over(crew):
     members = crew(3)
-    members[1].tell("at", 7, "data", 1.5)
+    members[1].tell("at", 7, "data", 5.0)
     for member in (members[0], members[2]):
         member.tell("at", 7, "step", 0.2)
     told = members[0].warnings.get(timeout=PATIENCE)
     assert told.startswith("process 1 (host node1, pid 101) is what the others wait for: ")
-    assert "waiting for the batch of step 8 (2 s are allowed)" in told
+    assert "waiting for the batch of step 8 (5 s are allowed)" in told
     for member in members:
         text = member.ends.get(timeout=PATIENCE)
         assert text.startswith("process 1 (host node1, pid 101) is stuck: ")
@@ -187,13 +187,12 @@ def test_who_is_waited_for_is_told_to_the_lead_and_ends_the_run_once_his_own_tim
 
 def test_a_process_that_tells_where_it_is_in_time_is_left_alone(crew):
     members = crew(2)
-    for step in range(10):
+    for step in range(12):
         for member in members:
-            member.tell("at", step, "step", 0.5)
-        time.sleep(0.1)
+            member.tell("at", step, "step", 5.0)
+        time.sleep(0.5)
     for member in members:
-        member.tell("at", 10, "closing", 0)
-    time.sleep(0.7)
+        member.tell("at", 12, "closing", 0)
     assert all(member.ends.empty() and member.warnings.empty() for member in members)
 
 
@@ -211,18 +210,18 @@ def test_a_process_that_cannot_end_by_itself_is_killed(crew, capfd):
 
 
 def test_what_is_said_again_is_asked_again(crew, monkeypatch):
-    monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.5)
+    monkeypatch.setattr(watchdog, "REPORT_SECONDS", 2.0)
     members = crew(2)
     members[1].tell("at", 3, "checkpoint", 0)
     members[0].tell("at", 3, "step", 0.1)
-    for _ in range(4):  # 0.3 s apart
+    for _ in range(10):  # 0.3 s apart
         told = members[0].warnings.get(timeout=PATIENCE)
         assert told.startswith("process 1 (host node1, pid 101) is what the others wait for")
     assert members[0].ends.empty()
 
 
 def test_one_whose_watchdog_hangs_too_is_named(crew, monkeypatch):
-    monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.3)
+    monkeypatch.setattr(watchdog, "REPORT_SECONDS", 3.0)
     members = crew(3)
     release = threading.Event()
     members[1].stacks = lambda: release.wait(PATIENCE) and ""
@@ -236,9 +235,6 @@ def test_a_host_that_is_silent_is_given_up(crew, monkeypatch):
     monkeypatch.setattr(watchdog, "SILENT_SECONDS", 0.8)
     members = crew(2)
     monkeypatch.setattr(members[1].watchdog, "_ping", lambda: None)
-    members[1].watchdog._timers = [
-        timer for timer in members[1].watchdog._timers if timer[2].__name__ != "_ping"
-    ]
     text = members[0].ends.get(timeout=PATIENCE)
     assert text.startswith("process 1 (host node1, pid 101) vanished")
 
@@ -249,8 +245,8 @@ def test_a_time_in_which_the_watchdog_itself_stood_still_counts_for_nobody(crew,
     release = threading.Event()
     alone.state = lambda: "S" if release.wait(PATIENCE) else ""
     time.sleep(0.1)
-    alone.tell("at", 3, "step", 1.0)
-    time.sleep(1.5)
+    alone.tell("at", 3, "step", 3.0)
+    time.sleep(4.0)
     release.set()
     time.sleep(0.5)
     assert alone.ends.empty()

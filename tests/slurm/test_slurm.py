@@ -67,15 +67,15 @@ def data(tmp_path_factory):
 
 
 class Job:
-    """A job of scripts/train.slurm on two nodes. on_node: processes on each."""
+    """A job of scripts/train.slurm. nodes: as sbatch has them; on_node: processes on each."""
 
-    def __init__(self, cluster, workdir, *settings, on_node=2, **variables):
+    def __init__(self, cluster, workdir, *settings, nodes="2", on_node=2, **variables):
         self.cluster, self.workdir = cluster, workdir
         self.log = workdir.with_suffix(".log")
         said = cluster.say(
             "sbatch",
             "--parsable",
-            "--nodes=2",
+            f"--nodes={nodes}",
             "--gpus-per-node=0",
             f"--output={self.log}",
             f"--chdir={ROOT}",
@@ -209,6 +209,29 @@ def test_preempted_and_then_killed_it_comes_back_and_the_losses_are_the_same_bit
     assert job.wait_for_end() == "COMPLETED", job.said() + job.printed(0, start=2)
     assert job.state()["Restarts"] == "2"
     assert losses(job.workdir) == losses(undisturbed.workdir)
+
+
+def test_when_a_node_is_lost_it_goes_on_with_those_that_are_left(
+    cluster, undisturbed, data, tmp_path
+):
+    job = Job(cluster, tmp_path / "run", *SETTINGS, *data, nodes="1-2")
+    job.wait_for_step(13)  # 10 are saved
+    node = job.state()["NodeList"]
+    lost = cluster.say("scontrol", "show", "hostnames", node).split()[-1]
+    # A node that is down comes back by itself here, where its slurmd runs on.
+    cluster.say("scontrol", "update", f"nodename={lost}", "state=drain", "reason=lost")
+    try:
+        job.kill(3)
+        job.wait_for_restart(1)
+        assert job.wait_for_end() == "COMPLETED", job.said() + job.printed(0, start=1)
+    finally:
+        cluster.say("scontrol", "update", f"nodename={lost}", "state=resume", check=False)
+    assert "on cpu: 4 x cpu, 4 processes" in job.printed(0)
+    assert "on cpu: 2 x cpu, 2 processes" in job.printed(0, start=1)
+    assert "continuing from the checkpoint of step 10" in job.printed(0, start=1)
+    mine, theirs = losses(job.workdir), losses(undisturbed.workdir)
+    assert list(mine) == list(theirs)
+    np.testing.assert_allclose(list(mine.values()), list(theirs.values()), rtol=LOSS_RTOL)
 
 
 def test_a_job_whose_time_is_up_comes_back_and_one_that_is_cancelled_does_not(

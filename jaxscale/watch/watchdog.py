@@ -37,6 +37,8 @@ PING_SECONDS, SILENT_SECONDS, GAP_SECONDS = 3.0, 15.0, 3.0
 GATHER_SECONDS = 0.3
 # Where all make the same mistake each says so itself, before it hears it of another.
 OWN_WORDS_SECONDS = 2.0
+# JAX ends a process in C++, without a word, once process 0 is gone: the others go first.
+LEAD_STAYS_SECONDS = 0.5
 # A process that is stopped for longer than a user's slip keeps all others waiting.
 STOPPED_SECONDS = 4.0
 # What all watchdogs have to report, what one of them waits for the verdict, and for the next.
@@ -75,7 +77,7 @@ class Watchdog:
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._is_over = self._is_closing = self._is_told = False
+        self._is_over = self._is_closing = self._is_told = self._knows_why = False
         self._place = _Place(since=time.monotonic())
         self._stopped_since: float | None = None
         self._quiet_until = 0.0  # nothing more is said of what is stuck before
@@ -219,8 +221,9 @@ class Watchdog:
             say(f"\nerror: {text}")
             self._ward.kill()
 
-        _send(self._pipe, ["end", text])
-        self._after(END_SECONDS, kill)
+        stays = LEAD_STAYS_SECONDS if self._below else 0.0
+        self._after(stays, lambda: _send(self._pipe, ["end", text]))
+        self._after(stays + END_SECONDS, kill)
 
     # Joining.
 
@@ -319,10 +322,11 @@ class Watchdog:
 
     def _from_above(self, message: list, line: Line | None) -> None:
         kind, *rest = message or [""]
-        if kind == "vanished":
+        if kind == "vanished" and not self._knows_why:
             self._end(lost(*rest))
         elif kind == "failed":
             who, said = rest
+            self._knows_why = True  # also why others are gone in a moment
             if who != self.me:
                 text = f"process {name_of(who)} failed: {said}"
                 self._after(OWN_WORDS_SECONDS, lambda: self._end(text))
@@ -335,7 +339,7 @@ class Watchdog:
             line.is_done = True
         elif not kind and line is not None:
             self._above = None
-            if not line.is_done:
+            if not line.is_done and not self._knows_why:
                 self._end(lost([line.who]))
 
     # Who is stuck.

@@ -10,14 +10,18 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from jaxscale.launch import EXIT_AGAIN
 from jaxscale.watch.lines import Line
 from jaxscale.watch.ward import STACKS
+from jaxscale.watch.watchdog import OWN_WORDS_SECONDS
 
 START_SECONDS, CLOSE_SECONDS = 60.0, 2.0
+# What process 0 stays for, once it has said why it ends: until the others have left.
+LEAD_STAYS_SECONDS = OWN_WORDS_SECONDS + 1.0
 # The watchdog ends with its process, and not by what a terminal or a scheduler sends to both.
 NOT_FOR_IT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -34,7 +38,7 @@ class Watched:
     def __init__(
         self, process: int, *, advice: str = "", leave: Callable[[str], None] | None = None
     ):
-        self._leave = leave or end_with
+        self._process, self._leave = process, leave or end_with
         self._is_closed = threading.Event()
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         mine, its = socket.socketpair()
@@ -66,10 +70,12 @@ class Watched:
                 self._line.send(["at", step, phase, allowed])
 
     def report(self, said: str) -> None:
-        """Tells the others why this process ends now."""
+        """Tells the others why this process ends now; that of process 0 takes 3 s."""
         self._is_closed.set()
         with contextlib.suppress(OSError):
             self._line.send(["failed", said])
+        if self._process == 0:
+            time.sleep(LEAD_STAYS_SECONDS)
 
     def close(self) -> None:
         """Before a normal end: the others need not worry."""

@@ -123,7 +123,8 @@ def test_the_lead_that_goes_is_named_by_everyone(crew):
 
 
 @pytest.mark.parametrize("which", [0, 2])
-def test_a_process_that_fails_is_named_with_its_own_words(crew, which):
+def test_a_process_that_fails_is_named_with_its_own_words(crew, monkeypatch, which):
+    monkeypatch.setattr(watchdog, "OWN_WORDS_SECONDS", 0.5)
     members = crew(3)
     members[which].tell("failed", "config.steps=0: set it to 1 or more")
     members[which].vanish()

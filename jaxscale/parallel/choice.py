@@ -66,7 +66,7 @@ def choose(config: Config, *, num_stages: int, turn: int) -> Pipeline:
         _pipeline(config, schedule, num_chunks=chunks, num_stages=num_stages, turn=turn)
         for schedule, chunks in (kinds[:1] if wanted.lean else kinds)
     ]
-    best, *others = sorted(candidates, key=lambda each: _bubble(each, config))
+    best, *others = sorted(candidates, key=lambda each: bubble(each, config))
     shown = "; ".join(_described(each, config) for each in others)
     reason = _described(best, config) + (f" (instead of {shown})" if shown else "")
     return dataclasses.replace(best, reason=reason)
@@ -79,7 +79,7 @@ def _pipeline(config: Config, schedule, *, num_chunks, num_stages, turn) -> Pipe
     return Pipeline(schedule, placement, config.pipeline.lean, reason="")
 
 
-def _bubble(pipeline: Pipeline, config: Config) -> float:
+def bubble(pipeline: Pipeline, config: Config) -> float:
     """The table's, and the places without a layer."""
     placement = pipeline.placement
     filled = placement.num_layers / placement.num_places
@@ -89,5 +89,5 @@ def _bubble(pipeline: Pipeline, config: Config) -> float:
 def _described(pipeline: Pipeline, config: Config) -> str:
     table = pipeline.table(config.grad_accumulation)
     in_flight = table.most_in_flight() / table.shape.num_chunks
-    bubble = _bubble(pipeline, config)
-    return f"{table.shape.name}: bubble {bubble:.1%}, {in_flight:g} microbatches in flight"
+    share = bubble(pipeline, config)
+    return f"{table.shape.name}: bubble {share:.1%}, {in_flight:g} microbatches in flight"

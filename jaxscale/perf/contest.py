@@ -129,7 +129,7 @@ def _excess(update: fit.CompiledUpdate) -> str | None:
     return f"it needs {update.memory_gib:.1f} GiB, and {usable_gib:.1f} can be used"
 
 
-def _have_one_state(plan: Plan, first: Plan) -> bool:
+def have_one_state(plan: Plan, first: Plan) -> bool:
     """Whether the two can go on from the same state."""
     return jax.tree.flatten(plan.state) == jax.tree.flatten(first.state)
 
@@ -180,7 +180,7 @@ def _first_without_effect(
 
 
 def _check_same_state(plan: Plan, first: Plan) -> None:
-    if not _have_one_state(plan, first):
+    if not have_one_state(plan, first):
         raise ValueError(
             "the state would have other arrays, another mesh or other shardings than with the "
             "first variant, and all variants share one; set it with --config, and compare two runs "
@@ -209,11 +209,11 @@ def _measure(
 ) -> dict[str, Timed]:
     """By name, those that were timed to the end."""
     # They compile before there is a state: XLA's autotuning then has the memory for itself.
-    timed = _compile_all(plans, left_out)
+    timed = compile_all(plans, left_out)
     if not timed:
         raise FailedError("no variant is left")
     contest = Contest(timed, left_out)
-    with _open_loaders(timed, common.corpus) as next_batches:
+    with open_loaders(timed, common.corpus) as next_batches:
         contest.warm_up(next_batches(1))
         for number in range(options.rounds):
             contest.time_round(next_batches(1 + options.num_steps), number=number)
@@ -227,7 +227,7 @@ def _measure(
     return timed
 
 
-def _compile_all(plans: list[tuple[Variant, Plan]], left_out: LeftOut) -> dict[str, Timed]:
+def compile_all(plans: list[tuple[Variant, Plan]], left_out: LeftOut) -> dict[str, Timed]:
     timed: dict[str, Timed] = {}
     for variant, plan in plans:
         try:
@@ -249,7 +249,7 @@ Batches = dict[int, list[Batch]]
 
 
 @contextlib.contextmanager
-def _open_loaders(timed: dict[str, Timed], corpus: Corpus) -> Iterator[Callable[[int], Batches]]:
+def open_loaders(timed: dict[str, Timed], corpus: Corpus) -> Iterator[Callable[[int], Batches]]:
     """Yields a function: so many further batches, on the devices."""
     plans = {each.num_microbatches(): each.update.plan for each in timed.values()}
     with contextlib.ExitStack() as stack:
@@ -304,7 +304,7 @@ class Contest:
             return
         unrecorded, *recorded = batches[self.running[name].num_microbatches()]
         self.run(name, [unrecorded])
-        profile = Profile(ProfileConfig(steps=PROFILED_STEPS), folder, first_step=0)
+        profile = Profile(ProfileConfig(steps=len(recorded)), folder, first_step=0)
         profile.start()
         try:
             self.run(name, recorded)

@@ -1,0 +1,87 @@
+"""The script that times a pipeline's schedules finds the bubble that there is."""
+
+import contextlib
+import functools
+import io
+import json
+import math
+
+import jax
+import pytest
+
+from jaxscale.perf import pipeline_speed
+from jaxscale.perf.records import RATE
+from tests.perf.scripts import Script
+
+TWO_LAYERS = "--config.model.num_layers=2"
+# How ml_collections loads a config file.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the load_module\\(\\) method is deprecated:DeprecationWarning"
+)
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory, write_small_config):
+    return write_small_config(tmp_path_factory.mktemp("config"), batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def script():
+    return Script("bench_pipeline")
+
+
+@pytest.fixture(scope="module")
+def printed(script, config_file):
+    """(table, record) of one schedule on two devices."""
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        measure = functools.partial(pipeline_speed.measure, devices=jax.devices()[:2])
+        patch.setattr(script.module.pipeline_speed, "measure", measure)
+        with contextlib.redirect_stdout(output):
+            words = ["--schedules=gpipe", "--microbatches=2,4", "--config.seq_len=32", TWO_LAYERS]
+            assert script.run("--config", config_file, *words) == 0
+    *table, last = output.getvalue().splitlines()
+    return table, json.loads(last)
+
+
+def test_each_number_of_microbatches_is_timed(printed):
+    table, record = printed
+    assert list(record["runs"]) == ["gpipe_2", "gpipe_4"] and not record["left_out"]
+    for number, run in zip((2, 4), record["runs"].values(), strict=True):
+        assert run["microbatches"] == number and len(run["all_step_seconds"]) == 2
+        assert run[RATE] == pytest.approx(number * 32 / run["step_seconds"] / 2)
+        assert run["bubble_of_the_table"] == pytest.approx(1 / (number + 1))
+        assert run["predicted_memory_gib"] > 0 and math.isfinite(run["loss"])
+    assert table[0] == "2 x cpu" and [line.split()[0] for line in table[1:]] == [
+        "run",
+        "gpipe_2",
+        "gpipe_4",
+    ]
+
+
+def test_a_bubble_is_what_neither_microbatches_nor_the_optimizer_take():
+    def run(number: int) -> dict:
+        return {"microbatches": number, "step_seconds": 0.1 * (number + 1) + 0.05}
+
+    runs = {"gpipe_8": run(8), "gpipe_32": run(32), "fsdp_8": run(2), "fsdp_32": run(8)}
+    profiles = {"gpipe": {"seconds": {"optimizer": 0.05}}, "fsdp": {"seconds": {"optimizer": 9.0}}}
+    found = pipeline_speed._with_bubbles(runs, profiles)
+    assert list(found) == ["fsdp_8", "fsdp_32", "gpipe_8", "gpipe_32"]
+    assert found["gpipe_8"]["bubble"] == pytest.approx(0.1 / 0.95)
+    assert found["gpipe_32"]["bubble"] == pytest.approx(0.1 / 3.35)
+    assert "bubble" not in found["fsdp_8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--schedules=zb_h2"], "--schedules=zb_h2 is not one of fsdp, interleaved_4"),
+        (["--microbatches=8"], "--microbatches: name two numbers, such as 8,32"),
+        (["--microbatches=8,some"], "--microbatches='some': write numbers of 1 and more"),
+        (["--profile=gpipe"], "--profile writes to a folder: name one, --workdir=DIR"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_compiled(words, told, script, config_file, capsys):
+    assert script.run("--config", config_file, *words) == 2
+    output, errors = capsys.readouterr()
+    assert output == "" and told in errors and "compiled" not in errors

@@ -38,6 +38,11 @@ class LayerStore:
     def num_turns(self) -> int:
         return self.placement.layers_per_chunk // self.num_kinds
 
+    @property
+    def adds_whole_leaves(self) -> bool:
+        """Whether a layer's gradients are added to arrays that have no others in them."""
+        return self.is_unrolled and self.placement.num_chunks == 1
+
     def place(self, turn, kind: int) -> Place:
         if self.is_unrolled:
             return Place(turn * self.num_kinds + kind, ())

@@ -79,9 +79,15 @@ class _Stage:
         first = self.microbatch(0)
         self.first_x = parts.embed(outer, first)
         shared, some = parts.share(first), self.weights_at(0, store.place(0, 0))
-        splits = table.shape.splits_gradients
         self.layers = [
-            LayerGradients(layer, some, x=self.first_x, shared=shared, splits=splits)
+            LayerGradients(
+                layer,
+                some,
+                x=self.first_x,
+                shared=shared,
+                splits=table.shape.splits_gradients,
+                wide=SUM if store.adds_whole_leaves else None,
+            )
             for layer in parts.layers
         ]
         self.read_by_embed = _read_by(lambda outer: parts.embed(outer, first), outer)
@@ -174,11 +180,16 @@ class _Stage:
         return dict(sent_backward=dx, crossing=kept)
 
     def _back(self, carry, row, *, gradients: Callable, into: str, collect: Callable):
-        """(gradient of the chunk's input, what `collect` makes of the layers' other results)."""
+        """(gradient of the chunk's input, what `collect` makes of the layers' other results).
+
+        Zeros go in where the stage has nothing to do, so that all gradients are zeros: products
+        that are not looked at afterwards can be added to sums where these are.
+        """
         shape = self.table.shape
         is_last = (self.index == shape.num_stages - 1) & (row["chunk"] == shape.num_chunks - 1)
         of_loss = at(carry["loss_gradient"], row["reads_loss"])
         dy = jnp.where(is_last, of_loss, at(carry["backward"], row["reads_backward"]))
+        dy = _where(row["is_active"], dy)
         shared = self.parts.share(self.microbatch(row["microbatch"]))
 
         def turn(carried, number):
@@ -204,6 +215,7 @@ class _Stage:
                 residuals = self._residuals(carry, row, place=place)
                 slot = (row["reads_crossing"],)
                 crossing = layer_store.read(carry["crossing"], place, first=slot)
+                crossing = [_where(row["is_active"], each) for each in crossing]
                 weights = self.weights_at(row["chunk"], place)
                 gradients = layer.weight_gradient(
                     weights, residuals, shared=shared, crossing=crossing
@@ -218,13 +230,12 @@ class _Stage:
         return layer_store.read(carry["residuals"], place, first=(row["reads_residuals"],))
 
     def _added(self, total: list, place: Place, *, values, row, layer) -> list:
-        """The sums with a layer's gradients, if this stage has something to do in the tick."""
-        counts = row["is_active"]
-        if not self.store.placement.is_full:
-            counts &= self.is_here(row["chunk"], layer)
+        """The sums with a layer's gradients, if there is such a layer."""
 
         def wanted(gradient):
-            return jnp.where(counts, gradient, jnp.zeros((), gradient.dtype)).astype(SUM)
+            if not self.store.placement.is_full:
+                gradient = _where(self.is_here(row["chunk"], layer), gradient)
+            return gradient.astype(SUM)
 
         chunk = self.store.of_chunk(row["chunk"])
         return layer_store.add(total, place, values=jax.tree.map(wanted, values), first=chunk)
@@ -235,7 +246,7 @@ class _Stage:
         """The microbatch's part of the loss, and its gradients."""
         is_last = self.index == self.table.shape.num_stages - 1
         sent = carry["sent_forward"]
-        x = _sum_over_stages(jnp.where(is_last, sent, jnp.zeros((), sent.dtype)))
+        x = _sum_over_stages(_where(is_last, sent))
         microbatch = self.microbatch(number)
 
         def loss_of(read, x):
@@ -255,7 +266,7 @@ class _Stage:
         sent, microbatch = carry["sent_backward"], self.microbatch(number)
         # The transpose of the embedding's sum over stages is such a sum: it sends the first stage's
         # gradient to all, if the others give zeros.
-        dx = jnp.where(self.index == 0, sent, jnp.zeros((), sent.dtype))
+        dx = _where(self.index == 0, sent)
 
         def embedded(read):
             return self.parts.embed(self._outer_with(self.read_by_embed, read), microbatch)
@@ -386,6 +397,10 @@ def _when(predicate, function: Callable, *, carry):
         return jnp.bool_(False), state[1] | function(state[1])
 
     return jax.lax.while_loop(lambda state: state[0], body, (predicate, carry))[1]
+
+
+def _where(counts, x):
+    return jnp.where(counts, x, jnp.zeros((), x.dtype))
 
 
 def _sum_over_stages(x):

@@ -94,6 +94,15 @@ def test_no_stash_is_copied_in_a_loop(of_8):
     assert not re.search(rf"%\S+ = {stash}\S* copy\(", of_8.hlo)
 
 
+def test_gradients_of_unrolled_layers_are_added_where_their_products_are_made(compiled):
+    hlo = compiled(8, is_unrolled=True, fsdp=1, data=2).hlo
+    # Five products of each layer, in place, in each loop of the program.
+    gradient = r"%\S+ = \(f32\[(?:4096|14336|6144),\d+\]\S* s8\S* custom-call\("
+    products = re.findall(rf"{gradient}.*cublas.*", hlo)
+    assert len(products) >= 5 * LAYERS // STAGES
+    assert all('"beta":1' in each and "output_to_operand_aliasing" in each for each in products)
+
+
 @pytest.mark.slow
 def test_messages_are_sent_beside_the_products_of_unrolled_layers(compiled):
     permutes = compiled(8, is_unrolled=True).permutes()

@@ -81,3 +81,21 @@ def test_weights_are_no_residuals_and_no_product_is_made_twice(arguments):
     assert apart[1] == 2, "of each matrix the weight gradient"
     # A vector's gradient is made at once, and crosses as a vector.
     assert any(leaf.shape == (8,) for leaf in crossing)
+
+
+def test_products_that_make_gradients_alone_are_not_rounded(arguments):
+    weights, x, shared = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), arguments)
+    parts = LayerGradients(layer, weights, x=x, shared=shared, splits=True, wide=jnp.float32)
+    _, residuals = parts.forward(weights, x, shared=shared)
+    _, crossing = parts.input_gradient(weights, residuals, shared=shared, dy=x)
+    together = parts.backward(weights, residuals, shared=shared, dy=x)[1]
+    apart = parts.weight_gradient(weights, residuals, shared=shared, crossing=crossing)
+    narrow = LayerGradients(layer, weights, x=x, shared=shared, splits=False)
+    _, rounded = narrow.backward(weights, residuals, shared=shared, dy=x)
+    for gradients in (together, apart):
+        dtypes = {name: leaf.dtype for name, leaf in gradients.items()}
+        assert dtypes == dict(up=jnp.float32, down=jnp.float32, scale=jnp.bfloat16)
+        for name, leaf in gradients.items():
+            assert (leaf.astype(jnp.bfloat16) == rounded[name]).all(), name
+            is_narrower = (leaf != rounded[name].astype(leaf.dtype)).any()
+            assert is_narrower == (name != "scale"), name

@@ -1,6 +1,8 @@
-"""How a run's stages work: the schedule that the config names, or the one with the least bubble."""
+"""How a run's stages work: the schedule that the config names, or the one that takes least time."""
 
 import dataclasses
+import math
+from collections.abc import Mapping
 
 from jaxscale.config import Config, PipelineSchedule
 from jaxscale.parallel.placement import Placement, placement_of
@@ -8,6 +10,14 @@ from jaxscale.parallel.schedules import Shape, Table, timetable
 
 # Chunks that `auto` weighs. More would halve messages' time to hide in, and the bubble once more.
 CHUNKS = (2, 4)
+# How much longer several chunks take with a microbatch of so many tokens on a device, where layers
+# are unrolled: a chunk's weights are copied before products read them, and its gradients are added
+# after theirs. 400.2 ms instead of 383.5 (Llama 3 8B, 2 x H200, docs/parallelism.md); a loop over
+# layers copies anyway.
+CHUNKS_COST, CHUNKS_TOKENS = 0.043, 8192
+# And gradients apart: what crosses over, 700 MB a layer and row of 8192, is written and read. By
+# arithmetic, 0.35 ms of 27; zb_h1 has not been timed, as 8B does not fit two H200 with it.
+SPLIT_COST = 0.013
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +42,12 @@ class Pipeline:
         )
 
 
-def choose(config: Config, *, num_stages: int, turn: int) -> Pipeline:
-    """turn: the kinds of layers that take turns; a chunk holds whole turns of them.
+def choose(config: Config, *, sizes: Mapping[str, int], turn: int) -> Pipeline:
+    """sizes: of the mesh's axes. turn: the kinds of layers that take turns, whole in each chunk.
 
     Raises ValueError for more stages, or chunks of them, than there are turns of layers.
     """
-    layers, wanted = config.model.num_layers, config.pipeline
+    layers, wanted, num_stages = config.model.num_layers, config.pipeline, sizes["stage"]
     if layers < num_stages * turn:
         raise ValueError(
             f"config.mesh.stage={num_stages} is more than the {layers} layers of config.model have "
@@ -66,9 +76,12 @@ def choose(config: Config, *, num_stages: int, turn: int) -> Pipeline:
         _pipeline(config, schedule, num_chunks=chunks, num_stages=num_stages, turn=turn)
         for schedule, chunks in (kinds[:1] if wanted.lean else kinds)
     ]
-    best, *others = sorted(candidates, key=lambda each: bubble(each, config))
+    cost = _chunks_cost(config, sizes)
+    best, *others = sorted(candidates, key=lambda each: _time(each, config, chunks_cost=cost))
     shown = "; ".join(_described(each, config) for each in others)
     reason = _described(best, config) + (f" (instead of {shown})" if shown else "")
+    if shown and cost:
+        reason += f"; several chunks count as {cost:.1%} slower"
     return dataclasses.replace(best, reason=reason)
 
 
@@ -84,6 +97,21 @@ def bubble(pipeline: Pipeline, config: Config) -> float:
     placement = pipeline.placement
     filled = placement.num_layers / placement.num_places
     return 1 - (1 - pipeline.table(config.grad_accumulation).bubble()) * filled
+
+
+def _chunks_cost(config: Config, sizes: Mapping[str, int]) -> float:
+    if config.scan_unroll < config.model.num_layers:
+        return 0.0
+    rows = config.batch_size // config.grad_accumulation
+    split = math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
+    return CHUNKS_COST * CHUNKS_TOKENS * split / (rows * config.seq_len)
+
+
+def _time(pipeline: Pipeline, config: Config, *, chunks_cost: float) -> float:
+    """Of an update, relative to stages that are always busy with one chunk."""
+    is_split = pipeline.schedule == PipelineSchedule.ZB_H1
+    slower = chunks_cost * (pipeline.placement.num_chunks > 1) + SPLIT_COST * is_split
+    return (1 + slower) / (1 - bubble(pipeline, config))
 
 
 def _described(pipeline: Pipeline, config: Config) -> str:

@@ -95,7 +95,7 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
     model = jax.eval_shape(lambda: config.model.build(nnx.Rngs(0)))
     pipeline = None
     if sizes["stage"] > 1:
-        pipeline = _pipeline_of(config, model, num_stages=sizes["stage"])
+        pipeline = _pipeline_of(config, model, sizes=sizes)
     graphdef, abstract = _abstract_state(config, model, optimizer=optimizer, pipeline=pipeline)
     shardings = functools.partial(shd.shardings, mesh=mesh, rules=rules)
     split_shardings = functools.partial(shd.shardings, mesh=mesh, rules=split)
@@ -133,16 +133,16 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
     )
 
 
-def _pipeline_of(config: Config, model, *, num_stages: int) -> Pipeline:
+def _pipeline_of(config: Config, model, *, sizes: dict[str, int]) -> Pipeline:
     """Raises ValueError for a model that stages cannot share."""
     stacks, (_, _, _, extra) = model.stacks(), split_model(model)
     if len(stacks) > 1 or jax.tree.leaves(extra):
         what = f"{len(stacks)} stacks of layers" if len(stacks) > 1 else "variables besides weights"
         raise ValueError(
-            f"config.mesh.stage={num_stages}: stages share one stack of layers, and config.model "
-            f"has {what}; set config.mesh.stage=1"
+            f"config.mesh.stage={sizes['stage']}: stages share one stack of layers, and "
+            f"config.model has {what}; set config.mesh.stage=1"
         )
-    return choice.choose(config, num_stages=num_stages, turn=len(stacks[0].blocks))
+    return choice.choose(config, sizes=sizes, turn=len(stacks[0].blocks))
 
 
 def _abstract_state(

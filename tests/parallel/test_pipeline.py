@@ -1,6 +1,7 @@
 """Layers on the stages of a pipeline train as on one device, by every schedule."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxscale import sharding as shd
-from jaxscale.config import PipelineConfig, PipelineSchedule
+from jaxscale.command_line import read_config
+from jaxscale.config import MeshConfig, PipelineConfig, PipelineSchedule
 from jaxscale.models import gemma
 from jaxscale.parallel.choice import Pipeline
 from jaxscale.step.plan import plan_of_run
@@ -266,6 +268,24 @@ def test_what_cannot_be_is_refused_with_the_key_and_the_fix(case):
     num_devices = 5 if settings["stage"] == 5 else 8
     with pytest.raises(ValueError, match=message):
         step.make_plan(step.small_config(**settings), num_devices)
+
+
+def test_auto_weighs_what_chunks_cost_where_layers_are_unrolled():
+    config = read_config([f"--config={Path(__file__).parents[2] / 'configs/llama3_8b.py'}"])
+    config.mesh = MeshConfig(stage=2, fsdp=1)
+
+    def chunks(num_microbatches: int, *, rows: int = 1, unroll: int = 32) -> int:
+        config.batch_size, config.grad_accumulation = rows * num_microbatches, num_microbatches
+        config.scan_unroll = unroll
+        pipeline = plan_of_run(config, devices=jax.devices()[:2]).pipeline
+        assert pipeline is not None
+        said = "several chunks count as 4.3% slower" in pipeline.reason
+        assert said == (unroll == 32 and rows == 1), pipeline.reason
+        return pipeline.placement.num_chunks
+
+    # As measured: 8 microbatches are faster in 4 chunks, and 32 in one.
+    assert (chunks(8), chunks(32)) == (4, 1)
+    assert chunks(32, unroll=1) == 4 and chunks(8, rows=4) == 4
 
 
 def test_auto_takes_the_smallest_bubble_and_says_what_it_weighed():

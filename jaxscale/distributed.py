@@ -280,18 +280,18 @@ def largest(values: Sequence[float]) -> list[float]:
     """The largest of each value over all processes; with several processes rounded to float32."""
     if jax.process_count() == 1:
         return list(values)
-    return _of_every_process(np.array(values, np.float32)).max(axis=0).tolist()
+    return every_process_has(np.array(values, np.float32)).max(axis=0).tolist()
 
 
 def lead_says(numbers: Sequence[int]) -> list[int]:
     """The numbers of the lead process, each within int32; those of the others do not count."""
     if jax.process_count() == 1:
         return list(numbers)
-    lengths = _of_every_process(np.array([len(numbers)], np.int32))
+    lengths = every_process_has(np.array([len(numbers)], np.int32))
     mine = np.zeros(lengths[0, 0], np.int32)
     if is_lead():
         mine[:] = numbers
-    return _of_every_process(mine)[0].tolist()
+    return every_process_has(mine)[0].tolist()
 
 
 def every_process_says(text: str) -> list[str]:
@@ -299,10 +299,10 @@ def every_process_says(text: str) -> list[str]:
     if jax.process_count() == 1:
         return [text]
     mine = np.frombuffer(text.encode(errors="replace"), np.uint8)
-    lengths = _of_every_process(np.array([mine.size], np.int32))[:, 0]
+    lengths = every_process_has(np.array([mine.size], np.int32))[:, 0]
     padded = np.zeros(lengths.max(), np.uint8)
     padded[: mine.size] = mine
-    rows = _of_every_process(padded)
+    rows = every_process_has(padded)
     return [
         row[:length].tobytes().decode() for row, length in zip(rows, lengths.tolist(), strict=True)
     ]
@@ -313,11 +313,8 @@ def every_process_has(row: np.ndarray) -> np.ndarray:
 
     The dtype has 32 bits at most.
     """
-    return row[None] if jax.process_count() == 1 else _of_every_process(row)
-
-
-def _of_every_process(row: np.ndarray) -> np.ndarray:
-    """[processes, ...]: the array of each process; all have the same shape and dtype."""
+    if jax.process_count() == 1:
+        return row[None]
     if row.size == 0:
         return np.zeros((jax.process_count(), *row.shape), row.dtype)
     return np.asarray(multihost_utils.process_allgather(row))

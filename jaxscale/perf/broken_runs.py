@@ -4,9 +4,7 @@ Then the same command goes on, and its losses are compared with those of a run t
 to: the same bits on CPUs, and on GPUs with config.deterministic.
 """
 
-import contextlib
 import dataclasses
-import json
 import os
 import re
 import signal
@@ -19,6 +17,7 @@ from pathlib import Path
 
 from jaxscale.launch import EXIT_AGAIN
 from jaxscale.perf.processes import run
+from jaxscale.perf.records import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -176,13 +175,8 @@ def _run(
 
 def losses(workdir: Path) -> dict[int, float]:
     """By step, as far as they are written."""
-    found = {}
-    with contextlib.suppress(FileNotFoundError):
-        for line in (workdir / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):  # half a line
-                record = json.loads(line)
-                found |= {record["step"]: record["loss"]} if "loss" in record else {}
-    return found
+    records = read_records(workdir / "metrics.jsonl")
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
 def _children(pid: int) -> list[int]:

@@ -51,15 +51,7 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
                         state, step = run.roll_back(state, record=record, batches=batches)
                     continue
                 record.profile_until(step)
-                if run.is_check_due(step):
-                    with record.paused("integrity"):
-                        run.check(step, state, batch=batch, record=record)
-                if run.is_due(config.evaluation.every, step):
-                    with record.paused("evaluation"):
-                        record.evaluation(step, run.evaluate(state))
-                if run.is_save_due(step):
-                    with record.paused("checkpoint"):
-                        run.save(step, state, record=record)
+                run.do_what_is_due(step, state, batch=batch, record=record)
             is_interrupted = step < config.steps
             with record.paused("evaluation"):
                 if step > first_step and not is_interrupted:

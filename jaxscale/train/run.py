@@ -282,6 +282,23 @@ class Run:
         """The training batches behind this step, on the devices."""
         return contextlib.closing(Batches(self, self.batch_of(step + 1)))
 
+    def do_what_is_due(
+        self, step: int, state: TrainState, *, batch: Batch, record: Recorder
+    ) -> None:
+        """The checks, the evaluation and the checkpoint of a step; the clock stands meanwhile.
+
+        batch: any will do; a replay reads it. Raises IntegrityError, on every process.
+        """
+        if self.is_check_due(step):
+            with record.paused("integrity"):
+                self.check(step, state, batch=batch, record=record)
+        if self.is_due(self.config.evaluation.every, step):
+            with record.paused("evaluation"):
+                record.evaluation(step, self.evaluate(state))
+        if self.is_save_due(step):
+            with record.paused("checkpoint"):
+                self.save(step, state, record=record)
+
     def is_due(self, every: int, step: int) -> bool:
         """True every so many steps (0: never), but not at the last, which has its own."""
         return every > 0 and step % every == 0 and step < self.config.steps

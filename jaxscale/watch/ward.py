@@ -14,7 +14,6 @@ STACKS = signal.SIGRTMIN + 8
 STACKS_SECONDS = 2.0
 # The letters of /proc/PID/stat that are worth a word.
 STATES = {
-    "T": "stopped by a signal",
     "D": "inside the kernel, such as for a disk or a network folder",
     "Z": "ended",
 }

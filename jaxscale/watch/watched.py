@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from jaxscale.launch import EXIT_AGAIN
@@ -31,14 +30,11 @@ log = logging.getLogger(__name__)
 class Watched:
     """This process, with a watchdog of its own from here on. `close` it before a normal end.
 
-    process: its number. advice: what the user is to do when it has to end. leave: takes the text
-    that says why; ends the process.
+    process: its number. advice: what the user is to do when it has to end.
     """
 
-    def __init__(
-        self, process: int, *, advice: str = "", leave: Callable[[str], None] | None = None
-    ):
-        self._process, self._leave = process, leave or end_with
+    def __init__(self, process: int, *, advice: str = ""):
+        self._process = process
         self._is_closed = threading.Event()
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         mine, its = socket.socketpair()
@@ -97,7 +93,7 @@ class Watched:
                 elif kind == "warn":
                     log.warning(text)
                 elif kind == "end" and not self._is_closed.is_set():
-                    self._leave(text)
+                    end_with(text)
             if messages is None:
                 if not self._is_closed.is_set():
                     self._is_closed.set()

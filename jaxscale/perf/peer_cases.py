@@ -42,18 +42,17 @@ LAYERS = "--parallelism.pipeline_parallel_layers_per_stage"
 ROTATE = "--parallelism.context_parallel_rotate_method"
 ONE_ROW = "--training.local_batch_size=1"
 
-# Layers of a chunk, of which embedding and head count as four: 36 in 2 stages, or in 4 chunks. The
-# config's own 4 chunks a stage make it 5 each, and are `interleaved_4`.
-ONE_F_ONE_B = (f"{SCHEDULE}=1F1B", f"{LAYERS}=18")
+# Layers of a chunk, of which embedding and head count as four: 36 in 2 stages, as the config has
+# them for `1f1b`, or in several chunks a stage.
 INTERLEAVED_2 = (f"{SCHEDULE}=Interleaved1F1B", f"{LAYERS}=9")
+INTERLEAVED_4 = (f"{SCHEDULE}=Interleaved1F1B", f"{LAYERS}=5")
 
 PIPELINE = Case(
     settings=(
         "--config.mesh.stage=2",
         "--config.mesh.fsdp=1",
         "--config.mesh.reshard_after_forward=True",
-        "--config.pipeline.schedule=interleaved",
-        "--config.pipeline.chunks=4",
+        "--config.pipeline.schedule=one_f_one_b",
         "--config.batch_size=32",
         "--config.grad_accumulation=32",
         "--config.remat=attention_mlp",
@@ -61,11 +60,11 @@ PIPELINE = Case(
         "--config.schedule.peak=3e-5",
     ),
     variants={
-        "interleaved_4": Variant(),
-        "1f1b": Variant(ONE_F_ONE_B),
+        "1f1b": Variant(),
+        "interleaved_4": Variant(INTERLEAVED_4),
         "interleaved_2": Variant(INTERLEAVED_2),
-        "interleaved_4_eager": Variant((EAGER,), instead_of="interleaved_4"),
-        "1f1b_eager": Variant((*ONE_F_ONE_B, EAGER), instead_of="1f1b"),
+        "1f1b_eager": Variant((EAGER,), instead_of="1f1b"),
+        "interleaved_4_eager": Variant((*INTERLEAVED_4, EAGER), instead_of="interleaved_4"),
     },
     num_steps=3,
     skip=2,

@@ -30,7 +30,7 @@ from jaxscale import distributed
 from jaxscale.checkpoint import checksums
 from jaxscale.checkpoint import leaves as state_leaves
 from jaxscale.checkpoint.folders import StepFolders
-from jaxscale.checkpoint.quiet import quieten_orbax, without_late_writes
+from jaxscale.checkpoint.quiet import leave_out_late_writes, quieten_orbax
 from jaxscale.checkpoint.together import (
     SaveFailed,
     Together,
@@ -91,8 +91,8 @@ class Checkpointer:
         if keep_last:
             _check_writable(self._folder)
         quieten_orbax()
-        self._quiet = contextlib.ExitStack()
-        self._quiet.enter_context(without_late_writes())
+        self._has_failed = False
+        self._tell_late_writes = leave_out_late_writes()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # Without compression a save of random float32 takes half the time; the files are 9% larger.
         self._orbax = ocp.AsyncCheckpointer(
@@ -265,7 +265,8 @@ class Checkpointer:
             # Orbax raises the failure of a save once more, in words of its own.
             with contextlib.suppress(Exception):
                 self._orbax.close()
-            self._quiet.close()
+            if not self._has_failed:
+                self._tell_late_writes()
 
     # Saving, in the background.
 
@@ -333,6 +334,7 @@ class Checkpointer:
         )
 
     def _save_error(self, step: int, error: BaseException) -> CheckpointError:
+        self._has_failed = True
         kind = "" if isinstance(error, SaveFailed) else f"{type(error).__name__}: "
         return CheckpointError(
             f"saving step {step} to {self._folder} failed: {kind}{error}; "

@@ -4,11 +4,10 @@ Three ways, all of Orbax 0.12: its logger, with the traceback; asyncio's, for th
 the same save; and where those end after their event loop, `sys.unraisablehook`, once a write.
 """
 
-import contextlib
 import logging
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 
@@ -20,21 +19,24 @@ def quieten_orbax() -> None:
             logger.addFilter(keeps)
 
 
-@contextlib.contextmanager
-def without_late_writes() -> Iterator[None]:
-    """Context: writes that end after their event loop are not told, by any thread."""
+def leave_out_late_writes() -> Callable[[], None]:
+    """From now on writes that end after their event loop are not told, by any thread.
+
+    Returns a function that ends this. It is not to be called after a save that failed, whose other
+    writes end whenever they do.
+    """
     previous = sys.unraisablehook
 
     def tell(unraisable: Any) -> None:
         if not _is_late_write(unraisable.exc_value):
             previous(unraisable)
 
-    sys.unraisablehook = tell
-    try:
-        yield
-    finally:
+    def end() -> None:
         if sys.unraisablehook is tell:
             sys.unraisablehook = previous
+
+    sys.unraisablehook = tell
+    return end
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -12,6 +12,7 @@ microbatches is then what the product is added to, where it is written, without 
 """
 
 import collections
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -70,11 +71,10 @@ class LayerGradients:
         self.y, *self.residuals = jax.make_jaxpr(self._trace)(*abstract).out_avals
         self._weights_tree = jax.tree.structure(weights)
         self.crossing: list[Any] = []
-        jaxpr = self._flatten(weights=abstract[0], shared=abstract[2])
+        self._abstract_weights, _, self._abstract_shared = abstract
         self._wide = wide
-        self._widened = _products_of(self._dweights, jaxpr, wide=wide) if wide else set()
         if splits:
-            self._split(jaxpr)
+            self._split(self._jaxpr)
 
     def forward(self, weights, x, *, shared):
         """(y, residuals)."""
@@ -83,9 +83,9 @@ class LayerGradients:
 
     def backward(self, weights, residuals, *, shared, dy):
         """(gradient of x, gradients of the weights)."""
-        env = self._environment(weights, residuals, shared=shared) | {self._dy: dy}
-        self._evaluate(self._eqns, env)
-        return _read(env, self._dx), self._weights_from(env)
+        env = self._environment(weights, residuals, shared=shared, dy=dy)
+        self._evaluate(self._jaxpr.eqns, env)
+        return _read(env, self._jaxpr.outvars[0]), self._weights_from(env)
 
     def _pulled_back(self, weights, residuals, *, shared, dy):
         known = [*jax.tree.leaves(weights), *jax.tree.leaves(shared), *residuals]
@@ -95,9 +95,9 @@ class LayerGradients:
 
     def input_gradient(self, weights, residuals, *, shared, dy):
         """(gradient of x, what crosses over to `weight_gradient`)."""
-        env = self._environment(weights, residuals, shared=shared) | {self._dy: dy}
+        env = self._environment(weights, residuals, shared=shared, dy=dy)
         self._evaluate(self._first, env)
-        return _read(env, self._dx), [env[var] for var in self._crossing]
+        return _read(env, self._jaxpr.outvars[0]), [env[var] for var in self._crossing]
 
     def weight_gradient(self, weights, residuals, *, shared, crossing):
         """The gradients of the weights."""
@@ -131,42 +131,46 @@ class LayerGradients:
 
     # The backward pass as equations.
 
-    def _flatten(self, *, weights, shared) -> Jaxpr:
-        arguments = weights, [_struct(leaf) for leaf in self.residuals], shared, _struct(self.y)
+    @functools.cached_property
+    def _jaxpr(self) -> Jaxpr:
+        """(weights, residuals, shared, dy) -> (dx, dweights); an evaluation never traces it."""
+        residuals = [_struct(leaf) for leaf in self.residuals]
+        arguments = self._abstract_weights, residuals, self._abstract_shared, _struct(self.y)
 
         def backward(weights, residuals, shared, dy):
             return self._pulled_back(weights, residuals, shared=shared, dy=dy)
 
-        jaxpr = _flat(jax.make_jaxpr(backward)(*arguments))
-        *self._known, self._dy = jaxpr.invars
-        self._dx, *self._dweights = jaxpr.outvars
-        self._eqns = jaxpr.eqns
-        return jaxpr
+        return _flat(jax.make_jaxpr(backward)(*arguments))
+
+    @functools.cached_property
+    def _widened(self) -> set[Var]:
+        return _products_of(self._jaxpr, wide=self._wide) if self._wide else set()
 
     def _evaluate(self, eqns: list[JaxprEqn], env: dict[Var, Any]) -> None:
         _evaluate(eqns, env, wide=self._wide, widened=self._widened)
 
     def _weights_from(self, env: dict[Var, Any]):
-        gradients = [_read(env, var) for var in self._dweights]
+        gradients = [_read(env, var) for var in self._jaxpr.outvars[1:]]
         return jax.tree.unflatten(self._weights_tree, gradients)
 
     def _split(self, jaxpr: Jaxpr) -> None:
+        (*known, dy), (dx, *dweights) = jaxpr.invars, jaxpr.outvars
         # A vector's gradient is a sum over tokens: it crosses as a vector, and not as its terms.
-        vectors = [
-            var for var in self._dweights if _is_var(var) and len(_struct(var.aval).shape) < 2
-        ]
-        self._first, _ = _needed_for([self._dx, *vectors], jaxpr.eqns)
-        made_first = {var for eqn in self._first for var in eqn.outvars} | {self._dy}
-        repeated = _cheap(jaxpr.eqns, known=self._known)
-        stop = (made_first - repeated) | {*self._known}
-        self._rest, needed = _needed_for(self._dweights, jaxpr.eqns, stop=stop)
+        vectors = [var for var in dweights if _is_var(var) and len(_struct(var.aval).shape) < 2]
+        self._first, _ = _needed_for([dx, *vectors], jaxpr.eqns)
+        made_first = {var for eqn in self._first for var in eqn.outvars} | {dy}
+        repeated = _cheap(jaxpr.eqns, known=known)
+        stop = (made_first - repeated) | {*known}
+        self._rest, needed = _needed_for(dweights, jaxpr.eqns, stop=stop)
         self._crossing = [var for var in _in_order(jaxpr) if var in needed and var in made_first]
         self._crossing = [var for var in self._crossing if var not in repeated]
         self.crossing = [var.aval for var in self._crossing]
 
-    def _environment(self, weights, residuals, *, shared) -> dict[Var, Any]:
+    def _environment(self, weights, residuals, *, shared, dy=None) -> dict[Var, Any]:
+        """The values of what goes in; without dy, all but that."""
         values = [*jax.tree.leaves(weights), *residuals, *jax.tree.leaves(shared)]
-        return dict(zip(self._known, values, strict=True))
+        env = dict(zip(self._jaxpr.invars[:-1], values, strict=True))
+        return env if dy is None else env | {self._jaxpr.invars[-1]: dy}
 
 
 def _struct(leaf) -> jax.ShapeDtypeStruct:
@@ -226,16 +230,16 @@ def _read(env: dict[Var, Any], var):
     return env[var] if _is_var(var) else var.val
 
 
-def _products_of(outputs: list, jaxpr: Jaxpr, *, wide) -> set[Var]:
-    """What the products make that give these outputs, and nothing else, on each device alone.
+def _products_of(jaxpr: Jaxpr, *, wide) -> set[Var]:
+    """What products make that give weights' gradients, and nothing else, on each device alone.
 
     Of those narrower than `wide`. Split sums would be sent as wide.
     """
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     readers = collections.Counter(var for eqn in jaxpr.eqns for var in eqn.invars if _is_var(var))
     found = set()
-    for output in filter(_is_var, outputs):
-        var = output
+    for output in filter(_is_var, jaxpr.outvars[1:]):
+        var: Any = output
         while var in made_by and made_by[var].primitive.name in MOVES:
             var = made_by[var].invars[0]
         eqn = made_by.get(var)

@@ -31,6 +31,7 @@ from jaxscale.perf.contest import (
     have_one_state,
     open_loaders,
 )
+from jaxscale.perf.contest_table import aligned, left_out_lines
 from jaxscale.perf.processes import FailedError
 from jaxscale.perf.provenance import provenance
 from jaxscale.perf.records import RATE, Record
@@ -278,16 +279,11 @@ def table(record: Record) -> str:
     """What a person reads."""
     head = ("run", "seconds", "tokens/s/device", "bubble", "of the table", "GiB", "compile s")
     rows = [head, *(_cells(name, each) for name, each in record["runs"].items())]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{record['num_devices']} x {record['device_kind']}"]
-    for name, *numbers in rows:
-        aligned = (number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True))
-        lines.append("  ".join((name.ljust(widths[0]), *aligned)))
+    lines = [f"{record['num_devices']} x {record['device_kind']}", *aligned(rows)]
     for name, profile in record["profiles"].items():
         parts = (f"{key} {1e3 * value:.1f}" for key, value in profile["seconds"].items())
         lines.append(f"{name}, ms of a recorded step: {', '.join(parts)}")
-    left_out = (f"{name}  left out: {reason}" for name, reason in record["left_out"].items())
-    return "\n".join([*lines, *left_out])
+    return "\n".join([*lines, *left_out_lines(record)])
 
 
 def _cells(name: str, each: Record) -> tuple[str, ...]:

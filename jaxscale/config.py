@@ -94,6 +94,7 @@ class Remat(enum.StrEnum):
     FULL = "full"
     ATTENTION = "attention"
     ATTENTION_MLP = "attention_mlp"
+    GEMMS_LEAN = "gemms_lean"
     GEMMS = "gemms"
     NONE = "none"
 

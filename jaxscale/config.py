@@ -86,6 +86,8 @@ class AxisTypes(enum.StrEnum):
 class Remat(enum.StrEnum):
     """What the backward pass finds saved, from least to most memory; `ops/layers.py` says by name.
 
+    GEMMS_LEAN: what GEMMS names and no more, where layers are unrolled; there GEMMS has XLA keep
+    norms and activations too.
     AUTO: the richest up to GEMMS with which the compiled update fits the devices' memory
     (`compile/fit.py`).
     """

@@ -26,7 +26,7 @@ from jaxscale.xla.environment import host_memory_gib
 log = logging.getLogger(__name__)
 
 # Richest first. Without `none`, which keeps the gathered weights of every layer.
-POLICIES = (Remat.GEMMS, Remat.ATTENTION_MLP, Remat.ATTENTION, Remat.FULL)
+POLICIES = refusal.POLICIES[1:]
 # Of JAX's pool. XLA's figure is of this very program; the rest is for the next batch and for what
 # fragmentation costs: the largest peak that was measured is 1.8 GiB above the figure.
 USABLE = 0.97
@@ -73,7 +73,7 @@ def compile_to_fit(
 ) -> CompiledUpdate:
     """The update (`step.update.update`) of a plan, with remat chosen if it is `auto`.
 
-    At most three compilations, one where the choice is kept from before. pool_gib: what JAX has on
+    At most four compilations, one where the choice is kept from before. pool_gib: what JAX has on
     each device; asked of the devices unless given. Every process calls it, and all choose alike.
     Raises ValueError if it does not fit, which takes up to a dozen more compilations.
     """
@@ -204,7 +204,8 @@ def _richest(plan: Plan, compile: Callable, *, usable_gib: float) -> CompiledUpd
     """The richest policy that fits, or the leanest there is.
 
     Where XLA recomputes on its own, one that fits without if there is one. The richest is tried
-    first, the others by bisection: two more compilations, and no estimate that could be wrong.
+    first, the others by bisection: two or three more compilations, and no estimate that could be
+    wrong.
     """
 
     def fits(compiled: CompiledUpdate) -> bool:
@@ -213,8 +214,9 @@ def _richest(plan: Plan, compile: Callable, *, usable_gib: float) -> CompiledUpd
     def fits_well(compiled: CompiledUpdate) -> bool:
         return fits(compiled) and compiled.num_recomputed == 0
 
-    tried = {POLICIES[0]: compile(with_remat(plan, POLICIES[0]))}
-    policies = POLICIES[len(POLICIES) if fits_well(tried[POLICIES[0]]) else 1 :]
+    richest = with_remat(plan, POLICIES[0])
+    tried = {POLICIES[0]: compile(richest)}
+    policies = () if fits_well(tried[POLICIES[0]]) else refusal.leaner(richest)
     while policies:
         middle = len(policies) // 2
         remat = policies[middle]

@@ -15,7 +15,14 @@ log = logging.getLogger(__name__)
 # What a refusal names, and the compilations it may take: 10 to 20 s each for 8B on a GPU's host.
 SETTINGS, TRIES = 3, 12
 # From most memory to least.
-POLICIES = (Remat.NONE, Remat.GEMMS, Remat.ATTENTION_MLP, Remat.ATTENTION, Remat.FULL)
+POLICIES = (
+    Remat.NONE,
+    Remat.GEMMS,
+    Remat.GEMMS_LEAN,
+    Remat.ATTENTION_MLP,
+    Remat.ATTENTION,
+    Remat.FULL,
+)
 LEANEST = {"remat": Remat.FULL.value, "scan_unroll": 1}
 
 
@@ -66,14 +73,21 @@ def _settings_that_fit(compiled, compile: Callable, *, usable_gib: float) -> lis
     return list(found.values())
 
 
+def leaner(plan: Plan) -> tuple[Remat, ...]:
+    """The policies under the plan's, richest first, that make another program of it."""
+    policies = POLICIES[POLICIES.index(plan.execution.remat) + 1 :]
+    is_loop = plan.config.scan_unroll == 1 or plan.mesh.shape["stage"] > 1
+    # In a loop `gemms` is lean already.
+    return tuple(remat for remat in policies if remat != Remat.GEMMS_LEAN or not is_loop)
+
+
 def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     """Changes of the config: first of one thing, mild before strong.
 
     What leaves the training as it is comes before what does not.
     """
     config, sizes = plan.config, plan.mesh.shape
-    leaner = POLICIES[POLICIES.index(plan.execution.remat) + 1 :]
-    yield from ({"remat": remat.value} for remat in leaner)
+    yield from ({"remat": remat.value} for remat in leaner(plan))
     if config.scan_unroll > 1:
         yield {"scan_unroll": 1}
     if config.mesh.zero < 3 and sizes["fsdp"] * sizes["context"] > 1:

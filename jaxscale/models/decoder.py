@@ -324,7 +324,7 @@ class Block(nnx.Module):
             )
             for weight in (self.gate, self.up)
         )
-        h_BSF = activation(gate_BSF, up_BSF, execution.is_lean)
+        h_BSF = activation(gate_BSF, up_BSF, is_lean=execution.is_lean)
         return linear("BSF,DF->BSD", h_BSF, weight=self.down, out=RESIDUAL, execution=execution)
 
 

@@ -163,9 +163,7 @@ def layers_of(stack: Stack, execution: Execution) -> list[Callable]:
 def _layer(block: Block, execution: Execution):
     def layer(x, weights, shared):
         weights = jax.tree.map(
-            lambda leaf: _cut(leaf.part, leaf.stack, leaf.number) if _is_row(leaf) else leaf,
-            weights,
-            is_leaf=_is_row,
+            lambda leaf: _cut(leaf) if _is_row(leaf) else leaf, weights, is_leaf=_is_row
         )
         weights = map_axes(lambda axes: axes[1:], weights)
         weights = jax.tree.map(
@@ -280,13 +278,13 @@ def _is_row(leaf) -> bool:
 
 
 @jax.custom_vjp
-def _cut(part, stack, number):
-    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+def _cut(row: _Row):
+    return jax.lax.dynamic_index_in_dim(row.stack, row.number, keepdims=False)
 
 
 _cut.defvjp(
-    lambda part, stack, number: (_cut(part, stack, number), None),
-    lambda _, grad: (grad, None, None),
+    lambda row: (_cut(row), None),
+    lambda _, grad: (_Row(grad, None, None),),
 )
 
 

@@ -55,7 +55,7 @@ PIPELINE = Case(
         "--config.pipeline.schedule=one_f_one_b",
         "--config.batch_size=32",
         "--config.grad_accumulation=32",
-        "--config.remat=attention_mlp",
+        "--config.remat=gemms",
         "--config.schedule.warmup_steps=10",
         "--config.schedule.peak=3e-5",
     ),
@@ -71,16 +71,21 @@ PIPELINE = Case(
 )
 
 
-def _context(ours: str, *, num_steps: int, skip: int) -> Case:
+# What fits two H200 of 8B, with the layers unrolled.
+UNROLLED = "--config.scan_unroll=32"
+PRODUCTS = ("--config.remat=gemms_lean", "--config.grad_accumulation=2")
+
+
+def _context(ours: str, *settings: str, num_steps: int, skip: int) -> Case:
     """A case of context_speed.py, beside torchtitan's two ways to move keys and values.
 
-    `allgather` gathers them, `alltoall` sends them on from GPU to GPU. torchtitan takes one row at
-    a time. Plain names recompute a layer whole, attention too; what `selective` keeps of a layer
-    for 16,384 tokens of a GPU is 1 GiB.
+    settings: ours, after those of context_speed.py. `allgather` gathers keys and values, `alltoall`
+    sends them on from GPU to GPU. torchtitan takes one row at a time. Plain names recompute a layer
+    whole, attention too; what `selective` keeps of a layer for 16,384 tokens of a GPU is 1 GiB.
     """
     by_method = {name: (f"{ROTATE}={name}", ONE_ROW) for name in ("allgather", "alltoall")}
     return Case(
-        settings=tuple(context_speed.CASES[ours].settings),
+        settings=(*context_speed.CASES[ours].settings, UNROLLED, *settings),
         variants={
             **{name: Variant((*options, FULL)) for name, options in by_method.items()},
             **{
@@ -97,7 +102,7 @@ def _context(ours: str, *, num_steps: int, skip: int) -> Case:
 
 CASES = {
     "pipeline": PIPELINE,
-    "context_32k": _context("all_to_all_32k", num_steps=4, skip=2),
+    "context_32k": _context("all_to_all_32k", *PRODUCTS, num_steps=4, skip=2),
     "context_64k": _context("all_to_all_64k", num_steps=4, skip=2),
     "context_128k": _context("all_to_all_128k", num_steps=3, skip=1),
 }

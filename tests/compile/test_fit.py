@@ -114,7 +114,15 @@ def memory(shared_compiler) -> dict[Remat, float]:
         return {remat: fit.compile_update(update, plan).memory_gib for remat, plan in plans.items()}
 
 
-GIB = {Remat.GEMMS: 10.0, Remat.ATTENTION_MLP: 7.0, Remat.ATTENTION: 4.0, Remat.FULL: 3.0}
+GIB = {
+    Remat.GEMMS: 10.0,
+    Remat.GEMMS_LEAN: 9.0,
+    Remat.ATTENTION_MLP: 7.0,
+    Remat.ATTENTION: 4.0,
+    Remat.FULL: 3.0,
+}
+# In a loop over the layers GEMMS_LEAN is the same program as GEMMS.
+IN_A_LOOP = [remat for remat in fit.POLICIES if remat != Remat.GEMMS_LEAN]
 
 
 @pytest.fixture
@@ -170,13 +178,28 @@ def refusal(pool_gib, **changes) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("remat", fit.POLICIES)
+@pytest.mark.parametrize("remat", IN_A_LOOP)
 def test_auto_is_the_richest_policy_that_fits_and_takes_at_most_two_more_compilations(table, remat):
     chosen = choose(pool_for(GIB[remat]))
     assert chosen.plan.execution.remat == remat and chosen.memory_gib == GIB[remat]
     # What the user asked for, and what a checkpoint remembers.
     assert chosen.plan.config.remat == Remat.AUTO
     assert len(table.asked) == (1 if remat == Remat.GEMMS else 3)
+
+
+@pytest.mark.parametrize("remat", fit.POLICIES)
+def test_auto_of_unrolled_layers_has_products_alone_to_choose_too(table, remat):
+    chosen = choose(pool_for(GIB[remat]), scan_unroll=2)
+    assert chosen.plan.execution.remat == remat
+    assert len(table.asked) == len(set(table.asked)) <= 4
+
+
+def test_a_refusal_names_products_alone_where_layers_are_unrolled(table):
+    def suggested(unroll):
+        return refusal(pool_for(9.5), remat=Remat.GEMMS, scan_unroll=unroll)
+
+    assert "config.remat='gemms_lean' (9.0 GiB)" in suggested(2)
+    assert "config.remat='attention_mlp' (7.0 GiB)" in suggested(1)
 
 
 @pytest.mark.parametrize("remat", [Remat.GEMMS, Remat.ATTENTION_MLP, Remat.ATTENTION])
@@ -235,8 +258,9 @@ def num_barriers(**changes) -> int:
 
 def test_where_no_loop_holds_xla_back_barriers_keep_it_from_undoing_a_lean_policy():
     gemms = [num_barriers(remat=Remat.GEMMS, scan_unroll=unroll) for unroll in (1, 2)]
-    lean = [num_barriers(remat=Remat.ATTENTION, scan_unroll=unroll) for unroll in (1, 2)]
-    assert lean[0] == gemms[0] and lean[1] > gemms[1]
+    for remat in (Remat.ATTENTION, Remat.GEMMS_LEAN):
+        lean = [num_barriers(remat=remat, scan_unroll=unroll) for unroll in (1, 2)]
+        assert lean[0] == gemms[0] and lean[1] > gemms[1]
 
 
 def test_the_backward_pass_of_unrolled_lean_layers_waits_for_weight_gradients(monkeypatch):

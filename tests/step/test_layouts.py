@@ -56,6 +56,23 @@ def test_unrolling_the_layer_scan_changes_no_loss(run):
     np.testing.assert_allclose(run(8, fsdp=8, scan_unroll=2).losses, run(1).losses, rtol=LOSS_RTOL)
 
 
+# Where barriers stand in for the loop, and weights are cut out of their stacks in each layer.
+LEAN: dict[str, dict[str, Any]] = {
+    "one device": dict(num_devices=1, remat="gemms_lean"),
+    "fsdp": dict(fsdp=8, remat="gemms_lean"),
+    "zero2": dict(data=2, fsdp=4, zero=2, remat="attention_mlp"),
+    "fsdp tp, weights kept": dict(
+        fsdp=4, tensor=2, reshard_after_forward=False, remat="gemms_lean"
+    ),
+    "fsdp tp auto": dict(fsdp=4, tensor=2, axis_types="auto", remat="attention"),
+}
+
+
+@pytest.mark.parametrize("layout", LEAN)
+def test_unrolled_layers_that_save_little_train_the_same(run, layout):
+    assert_trains_like(run(**LEAN[layout], scan_unroll=2), run(1))
+
+
 # Layers on two halves of a device's rows.
 ASYNC: dict[str, dict[str, Any]] = {
     "tp2": dict(num_devices=2, fsdp=1, tensor=2),

@@ -20,9 +20,9 @@ class Execution:
     keep_gathered: bool = False
     # Layers in one iteration of the loop over layers; as many as there are: no loop.
     scan_unroll: int = 1
-    attention: Attention = Attention.AUTO
     # Barriers keep XLA from keeping more than `remat` says; `ops/layers.py` finds out.
     is_lean: bool = False
+    attention: Attention = Attention.AUTO
     # How attention brings together a sequence that is split (`ops/context.py`), and how it is dealt
     # to the devices, but for all-to-all (`ops/deal.py`).
     exchange: Exchange = Exchange.ALL_TO_ALL

@@ -59,7 +59,5 @@ def _gated(activation: Callable, gradients: Callable, *, is_lean: bool) -> Calla
     return gated
 
 
-_SWIGLU, _GEGLU = (
-    {is_lean: _gated(activation, gradients, is_lean=is_lean) for is_lean in (False, True)}
-    for activation, gradients in ((jax.nn.silu, _swiglu_gradients), (_gelu, _geglu_gradients))
-)
+_SWIGLU = {lean: _gated(jax.nn.silu, _swiglu_gradients, is_lean=lean) for lean in (False, True)}
+_GEGLU = {lean: _gated(_gelu, _geglu_gradients, is_lean=lean) for lean in (False, True)}

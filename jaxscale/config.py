@@ -103,6 +103,7 @@ class Remat(enum.StrEnum):
 
 class Attention(enum.StrEnum):
     AUTO = "auto"
+    FLASH = "flash"
     CUDNN = "cudnn"
     XLA = "xla"
 

@@ -1,14 +1,15 @@
-"""Kernels of ours, one file each, imported as `jaxscale.kernels`.
+"""Kernels of ours, imported as `jaxscale.kernels`.
 
-An attention kernel's file offers
-  `attention(q, k, v, *, documents, scale, window=None, cap=None)`;
+An attention kernel's file, `x_attention.py`, offers
+  `attention(q, k, v, *, documents, scale, window=None, cap=None, deterministic=False)`: the last,
+    whether the backward pass must add in one order;
   `reference`, the same in plain jnp;
   `supported(q, k, *, platform, compute_capability, cap)`: None, or why it cannot run these shapes;
   `partial_forward(q, k, v, *, parts, causal, scale)`, the same over some of the keys: output and
-    log-sum-exp; `partial_backward(q, k, v, *, ..., out_BSNH, lse_BSN, grad_BSNH)`, of the output
-    and log-sum-exp over all keys: that part of dq, dk, dv;
-  `HAS_QUADRATIC_MEMORY`, and `TRACKS_VMA`: whether its primitives tell JAX over which mesh axes a
-    value varies.
+    log-sum-exp; `partial_backward(q, k, v, *, ..., out_BSNH, lse_BSN, grad_BSNH,
+    deterministic=False)`, of the output and log-sum-exp over all keys: that part of dq, dk, dv;
+  `HAS_QUADRATIC_MEMORY`; `TRACKS_VMA`: whether its primitives tell JAX over which mesh axes a
+    value varies; `HIDES_NOTHING`: whether XLA schedules no transfer beside it.
 """
 
 # Where a checkout is on sys.path, this folder is found under its bare name too, which belongs to a

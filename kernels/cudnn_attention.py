@@ -27,6 +27,7 @@ from jaxscale.kernels.xla_attention import reference as reference
 
 HAS_QUADRATIC_MEMORY = False
 TRACKS_VMA = False
+HIDES_NOTHING = False
 
 MAX_HEAD_SIZE = 256
 
@@ -68,12 +69,15 @@ def attention(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
+    deterministic: bool = False,
 ):
     """Causal attention inside each document; padding comes out as zeros.
 
     documents: with `lengths_BM`, int32 tokens of each document in order from the row's start, 0 for
     none; tokens past the last document are padding. window: a token sees itself and the
-    `window - 1` before it. Returns [B, S, N, H] in the input dtype; statistics are float32.
+    `window - 1` before it. deterministic: XLA's option decides (xla/options.py), and takes 28 GiB a
+    row of 8192 tokens and 16 heads. Returns [B, S, N, H] in the input dtype; statistics are
+    float32.
     """
     assert cap is None, "supported() says no"
     return _attention(q_BSNH, k_BSKH, v_BSKH, documents.lengths_BM, scale, window)
@@ -159,6 +163,7 @@ def partial_backward(
     out_BSNH,
     lse_BSN,
     grad_BSNH,
+    deterministic: bool = False,
 ):
     """As that of `xla_attention`."""
     dq_BSNH, dk_BTKH, dv_BTKH, *_ = cudnn._dot_product_attention_bwd_p.bind(

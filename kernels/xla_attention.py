@@ -14,6 +14,7 @@ NOTHING = -1e30
 
 HAS_QUADRATIC_MEMORY = True
 TRACKS_VMA = True
+HIDES_NOTHING = False
 
 
 def supported(
@@ -40,13 +41,14 @@ def attention(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
+    deterministic: bool = False,
 ):
     """Causal attention inside each document; padding comes out as zeros.
 
     documents: with `segments_BS`, int32, 0 for padding. window: a token sees itself and the
-    `window - 1` before it. cap: scores become cap * tanh(score / cap). Scores and softmax are
-    float32; returns [B, S, N, H] in the input dtype. Holds [B, N, S, T] scores: memory grows with
-    the square of the sequence.
+    `window - 1` before it. cap: scores become cap * tanh(score / cap). deterministic: it always is.
+    Scores and softmax are float32; returns [B, S, N, H] in the input dtype. Holds [B, N, S, T]
+    scores: memory grows with the square of the sequence.
     """
     rows, seq, _, head_size = q_BSNH.shape
     q_BSKGH = q_BSNH.reshape(rows, seq, k_BTKH.shape[2], -1, head_size)
@@ -95,6 +97,7 @@ def partial_backward(
     out_BSNH,
     lse_BSN,
     grad_BSNH,
+    deterministic: bool = False,
 ):
     """This call's parts of dq, dk and dv, in the input dtypes; those of all calls add up.
 

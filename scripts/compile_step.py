@@ -3,10 +3,10 @@
     python scripts/compile_step.py --config configs/llama3_8b.py [--config.remat=auto ...] \\
         --gpus=8 [--hosts=4] [--target=h100]
 
-Prints whether it fits their memory, its calls of cuDNN, and what a GPU sends in an update: over
-which mesh axes, inside a host or between hosts, and how much of it has no work beside it. Needs
-`pip install 'jaxscale[aot]'`. --gpus: of one host. A step that does not fit is refused, with
-settings that would (exit code 2, after minutes).
+Prints whether it fits their memory, its calls of cuDNN and of our kernels, and what a GPU sends in
+an update: over which mesh axes, inside a host or between hosts, and how much of it has no work
+beside it. Needs `pip install 'jaxscale[aot]'`. --gpus: of one host. A step that does not fit is
+refused, with settings that would (exit code 2, after minutes).
 """
 
 import os
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int | None:
     )
     for remark in remarks(update.plan, host_of=lambda device: device.process_index):
         print(remark)
-    hlo = update.compiled.as_text() or ""
+    hlo = ahead.text_of(update.compiled)
     for name, count in sorted(ahead.count_calls(hlo).items()):
         print(f"{count:5d}  {name}")
     print(traffic.table_of(traffic.traffic_of(hlo, update.plan.mesh)))

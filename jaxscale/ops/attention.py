@@ -12,7 +12,7 @@ import jax
 
 from jaxscale import sharding as shd
 from jaxscale.config import Attention
-from jaxscale.kernels import cudnn_attention, xla_attention
+from jaxscale.kernels import cudnn_attention, flash_attention, xla_attention
 from jaxscale.ops import context
 from jaxscale.ops.documents import Documents
 from jaxscale.ops.execution import Execution
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 # The preferred one first. Each offers what kernels/__init__.py lists.
 KERNELS: dict[Attention, ModuleType] = {
+    Attention.FLASH: flash_attention,
     Attention.CUDNN: cudnn_attention,
     Attention.XLA: xla_attention,
 }
@@ -30,8 +31,18 @@ KERNELS: dict[Attention, ModuleType] = {
 MAX_QUADRATIC_SEQ_LEN_ON_GPU = 2048
 
 
-def choose(q_BSNH, k_BSKH, *, execution: Execution, cap: float | None = None) -> ModuleType:
+def choose(
+    q_BSNH,
+    k_BSKH,
+    *,
+    execution: Execution,
+    cap: float | None = None,
+    in_parts: bool = False,
+) -> ModuleType:
     """The kernel that will run: the one the config names, else the first that supports the shapes.
+
+    in_parts: keys come from other devices meanwhile. XLA sends nothing beside a kernel of ours,
+    which it takes to cost nothing (jaxlib 0.11.2), so cuDNN's is chosen.
 
     Raises ValueError rather than fall back to quadratic memory on a GPU.
     """
@@ -52,7 +63,8 @@ def choose(q_BSNH, k_BSKH, *, execution: Execution, cap: float | None = None) ->
                 f"config.attention='auto'"
             )
         return KERNELS[wanted]
-    reasons = {kernel: reason_against(kernel) for kernel in KERNELS.values()}
+    kernels = [kernel for kernel in KERNELS.values() if not (in_parts and kernel.HIDES_NOTHING)]
+    reasons = {kernel: reason_against(kernel) for kernel in kernels}
     chosen = next(kernel for kernel, reason in reasons.items() if reason is None)
     others = "; ".join(reason for reason in reasons.values() if reason)
     if execution.platform != "cpu" and chosen.HAS_QUADRATIC_MEMORY:
@@ -99,15 +111,16 @@ def attention(
         if documents.fresh is None:
             return documents.attend(q_BSNH, **options)
         documents = documents.fresh
-    kernel = choose(q_BSNH, k_BSKH, execution=execution, cap=cap)
-    group = q_BSNH.shape[2] // k_BSKH.shape[2]
     seq_axes = shd.mesh_axes("attn_seq")
+    kernel = choose(q_BSNH, k_BSKH, execution=execution, cap=cap, in_parts=bool(seq_axes))
+    group = q_BSNH.shape[2] // k_BSKH.shape[2]
     exchanged: dict[str, Any] = dict(
         kernel=kernel,
         exchange=execution.exchange,
         balance=execution.balance,
         axis=seq_axes,
         scale=options["scale"],
+        deterministic=execution.deterministic,
     )
     assert not (seq_axes and (window or cap)), "step/layout.py refuses it"
     kv_axes = shd.mesh_axes("attn_kv_heads")
@@ -125,7 +138,14 @@ def attention(
         if seq_axes:
             return context.attention(q_BSNH, k_BSKH, v_BSKH, lengths_BM=lengths_BM, **exchanged)
         documents = Documents(segments_BS, positions_BS, lengths_BM)
-        return kernel.attention(q_BSNH, k_BSKH, v_BSKH, documents=documents, **options)
+        return kernel.attention(
+            q_BSNH,
+            k_BSKH,
+            v_BSKH,
+            documents=documents,
+            deterministic=execution.deterministic,
+            **options,
+        )
 
     q_axes, k_axes = "batch attn_seq attn_heads head", "batch attn_seq attn_kv_heads head"
     token_axes = ("batch attn_seq", "batch attn_seq", "batch _")

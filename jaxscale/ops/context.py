@@ -38,6 +38,7 @@ def attention(
     balance: Balance,
     axis: str | tuple[str, ...],
     scale: float,
+    deterministic: bool = False,
 ):
     """As a kernel's `attention`, of a device's two chunks, inside a shard_map over `axis`.
 
@@ -51,7 +52,7 @@ def attention(
         size, chunk = jax.lax.axis_size(axis), q_BSNH.shape[1] // 2
         return way(
             functools.partial(kernel.partial_forward, scale=scale),
-            functools.partial(kernel.partial_backward, scale=scale),
+            functools.partial(kernel.partial_backward, scale=scale, deterministic=deterministic),
             rows=rows_of(lengths_BM, balance=balance, num_devices=size, chunk=chunk),
             axis=axis,
             size=size,

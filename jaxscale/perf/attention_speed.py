@@ -1,115 +1,237 @@
-"""Packed attention timed against dense causal attention through jax.nn (cuDNN on a GPU).
+"""Attention kernels timed beside one another, and checked against float32 in the same run.
 
 Tensors: B rows, S sequence, N query heads, K key heads, H head size.
 """
 
 import dataclasses
+import math
 import statistics
+import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.ops.attention import attention
-from jaxscale.ops.documents import documents_of
-from jaxscale.ops.execution import Execution
+from jaxscale.config import Attention
+from jaxscale.kernels import xla_attention
+from jaxscale.ops.attention import KERNELS
+from jaxscale.ops.documents import Documents, documents_of
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Function = Callable[..., jax.Array]
+
+# Calls of one timing, timings of which the median counts; kernels take turns.
+CALLS, TIMINGS = 8, 7
+# A float32 check holds one key head's scores: 0.5 GiB a query head at 8192 tokens.
+MAX_CHECKED_SEQ = 8192
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Of what is timed."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is attended to. lengths: of the documents that fill a row, tokens."""
 
     rows: int
     seq: int
-    heads: int
-    kv_heads: int
-    head_size: int
+    _: dataclasses.KW_ONLY
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    lengths: Callable[[int], list[int]] = lambda seq: [seq]
+    window: int | None = None
+
+    def segments(self) -> np.ndarray:
+        """int32 [rows, seq], from 1."""
+        lengths = self.lengths(self.seq)
+        return np.tile(np.repeat(1 + np.arange(len(lengths)), lengths), (self.rows, 1))
+
+    def pairs(self) -> int:
+        """Of a query and a key that it sees, over all rows and heads."""
+        window = self.window or self.seq
+        seen = (min(i, window) for n in self.lengths(self.seq) for i in range(1, n + 1))
+        return self.rows * self.heads * sum(seen)
+
+    def flop(self) -> int:
+        """Of the forward pass; the backward pass is 2.5 times as much."""
+        return 4 * self.head_size * self.pairs()
 
 
-def measure(
-    shape: Shape, *, bounds: Sequence[int], documents: Sequence[int], repeats: int
-) -> Iterator[str]:
-    """Lines of text: first what is timed, then milliseconds of each timing.
-
-    bounds: on the documents of a row. documents: that a row does hold. repeats: calls of one
-    timing, of which the median of three counts.
-    """
-    yield _heading(shape)
-    yield _timed("dense causal", _dense, shape=shape, repeats=repeats)
-    for bound in bounds:
-        for number in documents:
-            if number <= bound:
-                packed = _packed(shape, bound=bound, documents=number)
-                name = f"bound {bound:3d}, documents {number:3d}"
-                yield _timed(name, packed, shape=shape, repeats=repeats)
+def log_normal(seq: int) -> list[int]:
+    """Lengths of log-normal documents with a mean of 1,000 tokens."""
+    rng = np.random.default_rng(1)
+    return _filled(seq, (rng.lognormal(math.log(1000) - 0.5, 1) for _ in range(seq)))
 
 
-def _heading(shape: Shape) -> str:
-    return (
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, rows {shape.rows}, "
-        f"sequence {shape.seq}, heads {shape.heads}/{shape.kv_heads} x {shape.head_size}, "
-        f"{_dtype().name}"
-    )
+def standard_library(seq: int) -> list[int]:
+    """Lengths of files of Python's standard library, in bytes, in a fixed order."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    sizes = np.asarray([path.stat().st_size for path in files])
+    return _filled(seq, np.random.default_rng(1).permutation(sizes))
 
 
-def _is_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+def _filled(seq: int, lengths) -> list[int]:
+    """Lengths up to `seq` tokens; the last is cut."""
+    taken: list[int] = []
+    for length in lengths:
+        if not (left := seq - sum(taken)):
+            break
+        taken.append(min(max(1, int(length)), left))
+    return taken
+
+
+CASES = {
+    "causal_8k": Case(2, 8192),
+    "causal_2k": Case(8, 2048),
+    "causal_32k": Case(1, 32768),
+    "packed": Case(2, 8192, lengths=log_normal),
+    "packed_stdlib": Case(2, 8192, lengths=standard_library),
+    "window_32k": Case(1, 32768, window=1024),
+    "head_64": Case(4, 4096, heads=16, kv_heads=16, head_size=64),
+    "head_256": Case(2, 8192, heads=16, kv_heads=8, head_size=256),
+    "tiny": Case(1, 128, heads=2, kv_heads=1, head_size=16, lengths=lambda seq: [100, seq - 100]),
+}
+
+
+def measure(names: Sequence[str]) -> Iterator[str]:
+    """Lines of text: what is timed on what, then a line for each kernel of each case."""
+    yield f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {_dtype().name}"
+    for name in names:
+        yield from _case(name, CASES[name])
 
 
 def _dtype() -> np.dtype:
-    return jnp.dtype(jnp.float32 if _is_cpu() else jnp.bfloat16)
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
-def _dense(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(
-        q_BSNH, k_BSKH, v_BSKH, is_causal=True, implementation=None if _is_cpu() else "cudnn"
+def _case(name: str, case: Case) -> Iterator[str]:
+    lengths = case.lengths(case.seq)
+    yield (
+        f"{name}: rows {case.rows}, sequence {case.seq}, heads {case.heads}/{case.kv_heads} x "
+        f"{case.head_size}, documents a row {len(lengths)}, window {case.window}"
     )
+    arrays = _random(case)
+    kernels = _kernels(case, arrays)
+    forward_ms = _in_turns({kernel: jax.jit(f) for kernel, f in kernels.items()}, arrays[:3])
+    both_ms = _in_turns({kernel: jax.jit(_both(f)) for kernel, f in kernels.items()}, arrays)
+    for kernel, errors in _errors(case, kernels, arrays=arrays).items():
+        forward, both = forward_ms[kernel], both_ms[kernel]
+        yield (
+            f"  {kernel:12s} forward {forward:8.3f} ms {case.flop() / forward / 1e9:4.0f} TFLOP/s  "
+            f"both {both:8.3f} ms {3.5 * case.flop() / both / 1e9:4.0f} TFLOP/s  {errors}"
+        )
 
 
-def _packed(shape: Shape, *, bound: int, documents: int) -> Attention:
-    segments_BS = jnp.asarray(_split_evenly(shape, documents))
-    held = documents_of(segments_BS, segments_BS, max_documents=bound)
-    execution = Execution()
+def _errors(case: Case, kernels: dict[str, Function], *, arrays: Sequence[jax.Array]):
+    """What to say of each kernel's output and gradients beside the reference in float32."""
+    if case.seq > MAX_CHECKED_SEQ:
+        return dict.fromkeys(kernels, "not checked")
+    reference = _exactly(_packed(xla_attention.reference, case))
+    expected = reference(*_first_head(case, arrays, dtype=jnp.float32))
+    found = {
+        kernel: _exactly(function)(*_first_head(case, arrays, dtype=_dtype()))
+        for kernel, function in kernels.items()
+    }
+    return {
+        kernel: "errors of out dq dk dv "
+        + " ".join(f"{_error(*pair):.1e}" for pair in zip(each, expected, strict=True))
+        for kernel, each in found.items()
+    }
 
-    def packed(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
-        return attention(q_BSNH, k_BSKH, v_BSKH, documents=held, execution=execution)
 
-    return packed
-
-
-def _split_evenly(shape: Shape, documents: int) -> np.ndarray:
-    """int32 [rows, seq] segments of documents of about equal length."""
-    segments_S = 1 + np.arange(shape.seq, dtype=np.int32) * documents // shape.seq
-    return np.tile(segments_S, (shape.rows, 1))
-
-
-def _timed(name: str, function: Attention, *, shape: Shape, repeats: int) -> str:
+def _random(case: Case) -> list[jax.Array]:
+    """q, k, v and the gradient of the output."""
+    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     keys = jax.random.split(jax.random.key(0), 4)
-    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
-    *qkv, cotangent_BSNH = (
-        jax.random.normal(key, (shape.rows, shape.seq, n, shape.head_size), _dtype())
+    return [
+        jax.random.normal(key, (case.rows, case.seq, n, case.head_size), _dtype())
         for key, n in zip(keys, heads, strict=True)
-    )
+    ]
 
+
+def _kernels(case: Case, arrays: Sequence[jax.Array]) -> dict[str, Function]:
+    """Those that can run the case here; cuDNN without packing where a row is one document."""
+    found: dict[str, Function] = {}
+    platform = jax.default_backend()
+    for name, kernel in KERNELS.items():
+        reason = kernel.supported(arrays[0], arrays[1], platform=platform)
+        is_slow = kernel.HAS_QUADRATIC_MEMORY and platform != "cpu"
+        if reason is None and not is_slow:
+            found[name] = _packed(kernel.attention, case)
+    if Attention.CUDNN in found and case.segments().max() == 1:
+
+        def dense(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+            window = None if case.window is None else (case.window - 1, 0)
+            return jax.nn.dot_product_attention(
+                q_BSNH,
+                k_BSKH,
+                v_BSKH,
+                is_causal=True,
+                local_window_size=window,
+                implementation="cudnn",
+            )
+
+        found["cudnn dense"] = dense
+    return found
+
+
+def _packed(attention: Function, case: Case) -> Function:
+    """Of arrays with the case's rows, or fewer."""
+    segments = case.segments()
+    bound = 2 ** math.ceil(math.log2(max(1, segments.max())))  # what a run would round it up to
+    options = dict(scale=case.head_size**-0.5, window=case.window)
+
+    def function(q_BSNH: jax.Array, *keys_and_values: jax.Array) -> jax.Array:
+        segments_BS = jnp.asarray(segments[: q_BSNH.shape[0]], jnp.int32)
+        documents: Documents = documents_of(segments_BS, segments_BS, max_documents=bound)
+        return attention(q_BSNH, *keys_and_values, documents=documents, **options)
+
+    return function
+
+
+def _both(function: Function) -> Callable[..., tuple[jax.Array, ...]]:
     def both(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return jax.vjp(function, *arrays[:3])[1](arrays[3])
+        out, pull = jax.vjp(function, *arrays[:3])
+        return out, *pull(arrays[3])
 
-    forward_ms = _milliseconds(jax.jit(function), *qkv, repeats=repeats)
-    both_ms = _milliseconds(jax.jit(both), *qkv, cotangent_BSNH, repeats=repeats)
-    return f"{name:26s} forward {forward_ms:8.3f} ms  forward and backward {both_ms:8.3f} ms"
+    return both
 
 
-def _milliseconds(function: Callable, *arrays: jax.Array, repeats: int) -> float:
-    jax.block_until_ready(function(*arrays))
-    timings = []
-    for _ in range(3):
-        began = time.perf_counter()
-        for _ in range(repeats):
-            out = function(*arrays)
-        jax.block_until_ready(out)
-        timings.append((time.perf_counter() - began) / repeats)
-    return 1e3 * statistics.median(timings)
+def _exactly(function: Function) -> Callable[..., tuple[jax.Array, ...]]:
+    """Output and gradients, with products of float32 in float32."""
+    # Not timed: trying out ways to multiply in float32 takes 20 seconds a case.
+    options = {} if jax.default_backend() == "cpu" else {"xla_gpu_autotune_level": 0}
+
+    def exactly(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(_both(function), compiler_options=options)(*arrays)
+
+    return exactly
+
+
+def _first_head(case: Case, arrays: Sequence[jax.Array], *, dtype) -> list[jax.Array]:
+    """One row's first key head, and the query heads that share it."""
+    group = case.heads // case.kv_heads
+    counts = (group, 1, 1, group)
+    return [x[:1, :, :n].astype(dtype) for x, n in zip(arrays, counts, strict=True)]
+
+
+def _error(found: jax.Array, expected: jax.Array) -> float:
+    """Of the whole array, relative to its norm."""
+    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+    return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+
+
+def _in_turns(functions: Mapping[str, Callable], arrays: Sequence[jax.Array]) -> dict[str, float]:
+    """Median milliseconds of a call of each."""
+    timings: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        jax.block_until_ready(function(*arrays))
+    for _ in range(TIMINGS):
+        for name, function in functions.items():
+            began = time.perf_counter()
+            for _ in range(CALLS):
+                out = function(*arrays)
+            jax.block_until_ready(out)
+            timings[name].append((time.perf_counter() - began) / CALLS)
+    return {name: 1e3 * statistics.median(each) for name, each in timings.items()}

@@ -21,6 +21,7 @@ from jaxscale.ops import loss
 from jaxscale.step.plan import Plan, plan_of_run
 from jaxscale.step.update import update
 from jaxscale.xla import targets
+from tests.compile.calls import attention_calls
 
 pytestmark = [
     pytest.mark.skipif(ahead.missing() is not None, reason=str(ahead.missing())),
@@ -81,7 +82,7 @@ def compiled(compile_8b):
 
 @pytest.fixture(scope="module")
 def hlo(compiled) -> str:
-    return compiled.as_text()
+    return ahead.text_of(compiled)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def unrolled_hlo(config_8b) -> str:
     with pytest.MonkeyPatch.context() as patch, jax.default_matmul_precision(None):
         patch.setattr(loss, "CHUNK_TOKENS", OWN_CHUNK)
         plan = plan_of_run(config, devices=devices)
-        return fit.compile_only(update, plan, compiler_options=options).as_text() or ""
+        return ahead.text_of(fit.compile_only(update, plan, compiler_options=options))
 
 
 def outside_fusions(hlo: str) -> list[str]:
@@ -122,12 +123,11 @@ def product_dtypes(hlo: str) -> collections.Counter[str]:
 
 
 def test_flash_attention_runs_once_forward_and_once_backward_a_layer(hlo):
-    counts = ahead.count_calls(hlo)
-    assert counts["fmhaSoftmax"] == 1 and counts["fmhaSoftmaxBackward"] == 1
+    assert attention_calls(hlo) == (1, 1)
 
 
 def test_without_its_saved_statistics_it_would_run_twice(compile_8b):
-    assert ahead.count_calls(compile_8b(remat=Remat.FULL).as_text())["fmhaSoftmax"] == 2
+    assert attention_calls(ahead.text_of(compile_8b(remat=Remat.FULL))) == (2, 1)
 
 
 def test_no_float32_logits_are_held(hlo):
@@ -175,7 +175,7 @@ def test_gradients_summed_in_float32_send_more_and_compute_the_same(
     compiled, hlo, config_8b, compile_8b
 ):
     wide = compile_8b(mesh=dataclasses.replace(config_8b().mesh, reduce_dtype=Dtype.FLOAT32))
-    wide_hlo = wide.as_text()
+    wide_hlo = ahead.text_of(wide)
     assert {shape.split("[")[0] for shape in results_of(wide_hlo, "reduce-scatter-start")} == {
         "f32"
     }
@@ -220,7 +220,7 @@ def test_unrolled_lean_layers_take_the_memory_of_a_scan(compile_8b):
     # the end.
     unrolled = compile_8b(remat=Remat.ATTENTION, scan_unroll=LAYERS)
     assert fit.predicted_memory_gib(unrolled) < 11.5
-    counts = ahead.count_calls(unrolled.as_text())
+    counts = ahead.count_calls(ahead.text_of(unrolled))
     assert counts["reduce-scatter"] == 0 and counts["reduce-scatter-start"] <= LAYERS + 1, counts
 
 
@@ -346,7 +346,7 @@ def split_of(config, devices) -> Split:
     tables = {config.model.vocab_size, config.model.vocab_size // config.mesh.tensor}
     reductions = [
         reduction
-        for reduction in reductions_of(compiled.as_text() or "")
+        for reduction in reductions_of(ahead.text_of(compiled))
         if not tables & set(reduction.dims)
     ]
     return Split(plan_of_run(config, devices=devices), reductions)

@@ -35,7 +35,7 @@ def test_rows_are_sorted_and_each_is_written_once(layout):
     config = dataclasses.replace(config, scan_unroll=2, batch_size=8, **LAYOUTS[layout])
     config.deterministic, config.data.max_documents_per_row = True, 8
     devices = ahead.devices_of("h100", hosts=1, gpus_per_host=4)
-    hlo = ahead.compile_update(config, devices).as_text() or ""
+    hlo = ahead.text_of(ahead.compile_update(config, devices))
     scatters = [line for line in hlo.splitlines() if " scatter(" in line]
     assert scatters and all("unique_indices=true" in line for line in scatters)
     # The tokens, and not each number of their gradients.

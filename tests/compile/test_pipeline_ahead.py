@@ -26,7 +26,7 @@ class Update:
     """A compiled update, and what it sends: (axes, collective) pairs."""
 
     def __init__(self, compiled, *, sizes):
-        self.hlo = compiled.as_text()
+        self.hlo = ahead.text_of(compiled)
         self.temp_gib = compiled.memory_analysis().temp_size_in_bytes / 2**30
         self.sent = [(axes_of(each.groups, sizes), each) for each in collectives_of(self.hlo)]
 

@@ -1,7 +1,7 @@
 """Every attention kernel against plain NumPy, and that none lets a document see another.
 
-Run on a GPU with `JAX_PLATFORMS=cuda pytest tests/kernels`, which adds the kernels that a CPU
-cannot run.
+Run on a GPU with `python scripts/test_kernels_gpu.py`, which adds the kernels that a CPU cannot
+run.
 """
 
 import importlib
@@ -32,6 +32,8 @@ SHAPES = {
     "window": (2, 256, 8, 2, 64, 3, 17, 32),
     "head size 256 and window": (2, 256, 4, 2, 256, 3, 0, 64),
     "window of 1": (1, 128, 2, 2, 64, 2, 0, 1),
+    "short documents": (2, 512, 4, 2, 128, 8, 100, None),
+    "a length of no whole tiles": (2, 200, 4, 2, 64, 3, 5, None),
 }
 MAX_DOCUMENTS = 8
 
@@ -41,13 +43,15 @@ def kernel(request):
     """The module, and `run(q, k, v, segments, window)` in the kernel's own convention."""
     module = importlib.import_module(f"jaxscale.kernels.{request.param}")
 
-    def run(q, k, v, segments, window, cap=None):
+    def run(q, k, v, segments, window, **options):
+        cap = options.get("cap")
         reason = module.supported(q, k, platform=jax.default_backend(), cap=cap)
         if reason:
             pytest.skip(reason)
         documents = documents_of(segments, segments, max_documents=MAX_DOCUMENTS)
         scale = q.shape[-1] ** -0.5
-        return module.attention(q, k, v, documents=documents, scale=scale, window=window, cap=cap)
+        options |= dict(documents=documents, scale=scale, window=window)
+        return module.attention(q, k, v, **options)
 
     return run
 
@@ -136,16 +140,17 @@ def test_no_document_sees_another(kernel):
         assert np.asarray(gradient, np.float32)[~is_other].any()
 
 
-@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(kernels.__path__)])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_file_offers_a_kernel_its_reference_and_what_it_supports(name):
     module = importlib.import_module(f"jaxscale.kernels.{name}")
     assert callable(module.reference) and callable(module.supported)
     assert callable(getattr(module, name.rsplit("_", 1)[-1]))
     assert callable(module.partial_forward) and callable(module.partial_backward)
     assert module.__doc__ and module.supported.__doc__
-    assert type(module.HAS_QUADRATIC_MEMORY) is bool and type(module.TRACKS_VMA) is bool
+    for name in ("HAS_QUADRATIC_MEMORY", "TRACKS_VMA", "HIDES_NOTHING"):
+        assert type(getattr(module, name)) is bool
     for function in (module.attention, module.reference):
-        keywords = ["documents", "scale", "window", "cap"]
+        keywords = ["documents", "scale", "window", "cap", "deterministic"]
         assert list(inspect.signature(function).parameters)[3:] == keywords
 
 
@@ -154,3 +159,61 @@ def test_a_soft_cap_is_a_tanh_of_the_scores(kernel):
     capped = np.asarray(kernel(q, k, v, segments, None, cap=0.5), np.float64)
     assert error(capped, slow_attention(q, k, v, segments, None, cap=0.5)) < RTOL[dtype_here()]
     assert error(capped, slow_attention(q, k, v, segments, None)) > 0.05
+
+
+def test_a_deterministic_backward_pass_gives_the_same_bits_and_the_same_gradients(kernel, request):
+    if "cudnn" in request.node.name:
+        pytest.skip("an option of XLA decides (xla/options.py)")
+    (q, k, v, cotangent), segments, window = make("short documents")
+
+    def gradients(**options):
+        run = jax.jit(
+            lambda q, k, v: jax.vjp(lambda *x: kernel(*x, segments, window, **options), q, k, v)[1](
+                cotangent
+            )
+        )
+        return [[np.asarray(x, np.float32) for x in run(q, k, v)] for _ in range(3)]
+
+    first, *others = gradients(deterministic=True)
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    for mine, theirs in zip(first, gradients()[0], strict=True):
+        assert error(mine, theirs) < RTOL[dtype_here()]
+
+
+class Parts:
+    """Queries of two documents over keys that stand elsewhere; nobody looks at the rest."""
+
+    q_starts_BM = jnp.array([[0, 70, 0], [100, 0, 0]], jnp.int32)
+    q_lengths_BM = jnp.array([[60, 100, 0], [128, 0, 0]], jnp.int32)
+    k_starts_BM = jnp.array([[30, 120, 0], [0, 0, 0]], jnp.int32)
+    k_lengths_BM = jnp.array([[60, 100, 0], [128, 0, 0]], jnp.int32)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_to_some_keys_and_its_part_of_the_gradients_are_the_references(name, causal):
+    module = importlib.import_module(f"jaxscale.kernels.{name}")
+    reference = importlib.import_module("jaxscale.kernels.xla_attention")
+    (q, k, v, cotangent), _, _ = make("head size 128 and padding")
+    if reason := module.supported(q, k, platform=jax.default_backend()):
+        pytest.skip(reason)
+    options = dict(parts=Parts, causal=causal, scale=q.shape[-1] ** -0.5)
+
+    def run(module, *arrays, lse_of):
+        out, lse = module.partial_forward(*arrays[:3], **options)
+        # Of an attention to more keys than these.
+        merged = jnp.where(lse > -1e29, lse + 0.5, lse) if lse_of is None else lse_of
+        grads = module.partial_backward(
+            *arrays[:3], out_BSNH=out, lse_BSN=merged, grad_BSNH=arrays[3], **options
+        )
+        return out, lse, merged, *grads
+
+    wide = [x.astype(jnp.float32) for x in (q, k, v, cotangent)]
+    with jax.default_matmul_precision("highest"):
+        expected = run(reference, *wide, lse_of=None)
+    found = run(module, q, k, v, cotangent, lse_of=expected[2])
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-2, atol=1e-2)
+    for i, name in ((0, "out"), (3, "dq"), (4, "dk"), (5, "dv")):
+        assert error(found[i], expected[i]) < 2 * RTOL[dtype_here()], name

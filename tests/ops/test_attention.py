@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.config import Attention
-from jaxscale.kernels import cudnn_attention, xla_attention
+from jaxscale.kernels import cudnn_attention, flash_attention, xla_attention
 from jaxscale.ops.attention import _say_once
 from jaxscale.ops.attention import choose as choose_kernel
 from jaxscale.ops.documents import documents_of
@@ -22,9 +22,34 @@ def choose(kind, *shapes, cap=None, **hardware):
     return choose_kernel(*shapes, execution=Execution(attention=kind, **hardware), cap=cap)
 
 
-def test_a_cpu_gets_xla_and_a_gpu_gets_cudnn():
+HAS_FLASH = jax.__version_info__ >= flash_attention.JAX
+
+
+def test_a_cpu_gets_xla_and_a_hopper_gpu_gets_the_kernel_of_ours_and_others_cudnn():
+    ours = flash_attention if HAS_FLASH else cudnn_attention
     assert choose(Attention.AUTO, *shapes(), platform="cpu") == xla_attention
-    assert choose(Attention.AUTO, *shapes(), platform="gpu") == cudnn_attention
+    assert choose(Attention.AUTO, *shapes(), platform="gpu") == ours
+    assert choose(Attention.AUTO, *shapes(size=256), platform="gpu") == cudnn_attention
+    in_parts = Execution(platform="gpu")
+    assert choose_kernel(*shapes(), execution=in_parts, in_parts=True) == cudnn_attention
+    blackwell = dict(platform="gpu", compute_capability="10.0")
+    assert choose(Attention.AUTO, *shapes(), **blackwell) == cudnn_attention
+
+
+@pytest.mark.skipif(not HAS_FLASH, reason="says no for another reason: the jax is too old")
+@pytest.mark.parametrize(
+    ("shape", "hardware", "reason"),
+    [
+        (dict(), dict(platform="cpu"), "needs an NVIDIA GPU, not cpu"),
+        (dict(), dict(compute_capability="8.0"), "compute capability 9.0, not 8.0"),
+        (dict(dtype=jnp.float32), {}, "takes bfloat16, not float32"),
+        (dict(size=96), {}, r"head sizes \(64, 128\), not 96"),
+        (dict(heads=9), {}, "num_heads=9 is not a multiple of num_kv_heads=2"),
+    ],
+)
+def test_asking_for_flash_where_it_cannot_run_is_refused_with_the_reason(shape, hardware, reason):
+    with pytest.raises(ValueError, match=rf"config\.attention='flash' cannot run: .*{reason}"):
+        choose(Attention.FLASH, *shapes(**shape), **({"platform": "gpu"} | hardware))
 
 
 @pytest.mark.parametrize("bad", [dict(dtype=jnp.float32), dict(size=60), dict(size=512)])
@@ -45,9 +70,9 @@ def test_a_short_sequence_that_runs_as_xla_on_a_gpu_says_so_once(caplog):
     _say_once.cache_clear()
     for _ in range(2):
         choose(Attention.AUTO, *shapes(seq=256, size=60), platform="gpu")
-    assert [record.message for record in caplog.records] == [
-        "attention runs as plain XLA operations: head_size=60 is not a multiple of 8 up to 256"
-    ]
+    (record,) = caplog.records
+    assert record.message.startswith("attention runs as plain XLA operations: flash attention ")
+    assert record.message.endswith("; head_size=60 is not a multiple of 8 up to 256")
 
 
 def test_asking_for_cudnn_where_it_cannot_run_is_refused_with_the_reason():
@@ -74,7 +99,7 @@ def test_heads_that_key_heads_do_not_divide_run_nowhere():
 
 def test_a_soft_cap_runs_as_xla_and_is_refused_where_that_takes_quadratic_memory():
     assert choose(Attention.AUTO, *shapes(seq=1024), cap=50.0, platform="gpu") == xla_attention
-    with pytest.raises(ValueError, match="seq_len=8192: cuDNN attention has no soft cap"):
+    with pytest.raises(ValueError, match="seq_len=8192: .*cuDNN attention has no soft cap"):
         choose(Attention.AUTO, *shapes(), cap=50.0, platform="gpu")
     with pytest.raises(ValueError, match="config.attention='cudnn' cannot run: .* no soft cap"):
         choose(Attention.CUDNN, *shapes(), cap=50.0, platform="gpu")

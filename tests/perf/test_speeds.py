@@ -1,4 +1,4 @@
-"""The scripts that time the loader and attention say what they timed."""
+"""The scripts that time the loader and kernels say what they timed."""
 
 import json
 
@@ -35,14 +35,26 @@ def test_the_loader_is_timed_on_a_store_that_is_there(bench_data, tmp_path, caps
     assert (record["num_tokens"], record["mean_document_tokens"]) == (5000, 100)
 
 
-def test_attention_is_timed_for_each_bound_and_number_of_documents_that_it_allows(capsys):
-    script = Script("bench_attention")
-    shape = ["--shape=2,32,4,2,16", "--repeats=1"]
-    assert script.run(*shape, "--bounds=1,2", "--documents=2") == 0
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert head.endswith("rows 2, sequence 32, heads 4/2 x 16, float32")
-    assert [line.partition("  forward")[0].strip() for line in lines] == [
-        "dense causal",
-        "bound   2, documents   2",
-    ]
-    assert all(float(line.split("backward")[1].split()[0]) > 0 for line in lines)
+def test_kernels_are_timed_beside_one_another_and_checked(capsys):
+    script = Script("bench_kernel")
+    assert script.run("attention", "--cases=tiny") == 0
+    head, case, *lines = capsys.readouterr().out.splitlines()
+    assert head.endswith("float32") and case.startswith(
+        "tiny: rows 1, sequence 128, heads 2/1 x 16"
+    )
+    (line,) = lines  # of all kernels a CPU has the one that is the reference too
+    assert line.split()[0] == "xla" and float(line.split()[2]) > 0
+    assert line.endswith("errors of out dq dk dv 0.0e+00 0.0e+00 0.0e+00 0.0e+00")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name one kernel of attention"),
+        (["softmax"], "name one kernel of attention"),
+        (["attention", "--cases=tiny,huge"], "--cases=huge: attention has causal_8k"),
+    ],
+)
+def test_a_kernel_or_a_case_that_is_not_there_is_refused(words, message, capsys):
+    assert Script("bench_kernel").run(*words) == 2
+    assert message in capsys.readouterr().err

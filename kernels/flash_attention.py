@@ -1,0 +1,183 @@
+"""Flash attention of our own for Hopper: packed documents cost what they hold.
+
+Written for wgmma, so compute capability 9.0 and no other. Causal attention, windows, packed
+documents and parts of a ring are spans of keys (`flash_spans.py`), of which tiles are skipped in
+both directions: no bound on documents, and no memory that grows with them. The programs are in
+`flash_forward.py` and `flash_backward.py`.
+
+B rows, S sequence, T key sequence, N query heads, K key heads, H head size, M documents a row at
+most.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.kernels import flash_backward, flash_forward, flash_spans
+from jaxscale.kernels.flash_spans import Spans
+from jaxscale.kernels.xla_attention import NOTHING
+from jaxscale.kernels.xla_attention import reference as reference
+
+HAS_QUADRATIC_MEMORY = False
+TRACKS_VMA = False
+HIDES_NOTHING = True
+
+HEAD_SIZES = (64, 128)
+# The first whose Mosaic GPU lets a program write to an accumulator.
+JAX = (0, 11, 2)
+# Of tokens: rows are padded to it.
+TILE = 128
+
+
+def supported(
+    q_BSNH,
+    k_BTKH,
+    *,
+    platform: str,
+    compute_capability: str = "9.0",
+    cap: float | None = None,
+) -> str | None:
+    """None if `attention` can run these shapes on this platform ("gpu"), else the reason."""
+    *_, num_heads, head_size = q_BSNH.shape
+    if platform not in ("gpu", "cuda"):
+        return f"flash attention needs an NVIDIA GPU, not {platform}"
+    if compute_capability != "9.0":
+        return f"flash attention is for compute capability 9.0, not {compute_capability}"
+    if jax.__version_info__ < JAX:
+        return f"flash attention needs jax {'.'.join(map(str, JAX))}, not {jax.__version__}"
+    if q_BSNH.dtype != jnp.bfloat16:
+        return f"flash attention takes bfloat16, not {q_BSNH.dtype}"
+    if head_size not in HEAD_SIZES:
+        return f"flash attention has head sizes {HEAD_SIZES}, not {head_size}"
+    if num_heads % k_BTKH.shape[2]:
+        return f"num_heads={num_heads} is not a multiple of num_kv_heads={k_BTKH.shape[2]}"
+    if cap is not None:
+        return f"flash attention has no soft cap on its scores, and the model asks for {cap}"
+    return None
+
+
+def attention(
+    q_BSNH,
+    k_BTKH,
+    v_BTKH,
+    *,
+    documents,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    deterministic: bool = False,
+):
+    """Causal attention inside each document; padding comes out as zeros.
+
+    documents: with `segments_BS`, int32, 0 for padding; tokens of a document stand together.
+    window: a token sees itself and the `window - 1` before it. deterministic: the backward pass
+    gives the same bits each time, for two products more. Returns [B, S, N, H] in the input dtype;
+    statistics are float32.
+    """
+    assert cap is None, "supported() says no"
+    spans = flash_spans.of_segments(documents.segments_BS, window=window)
+    return _attention(q_BSNH, k_BTKH, v_BTKH, spans, scale, deterministic)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q_BSNH, k_BTKH, v_BTKH, spans_BS, scale, deterministic):
+    return _forward(q_BSNH, k_BTKH, v_BTKH, spans=spans_BS, scale=scale)[0]
+
+
+def _attention_fwd(q_BSNH, k_BTKH, v_BTKH, spans_BS, scale, deterministic):
+    out_BSNH, lse_BNS = _forward(q_BSNH, k_BTKH, v_BTKH, spans=spans_BS, scale=scale)
+    out_BSNH = checkpoint_name(out_BSNH, "attention_out")
+    lse_BNS = checkpoint_name(lse_BNS, "attention_lse")
+    return out_BSNH, (q_BSNH, k_BTKH, v_BTKH, spans_BS, out_BSNH, lse_BNS)
+
+
+def _attention_bwd(scale, deterministic, residuals, grad_BSNH):
+    q_BSNH, k_BTKH, v_BTKH, spans, out_BSNH, lse_BNS = residuals
+    grads = _backward(
+        q_BSNH,
+        k_BTKH,
+        v_BTKH,
+        out_BSNH=out_BSNH,
+        lse_BNS=lse_BNS,
+        grad_BSNH=grad_BSNH,
+        spans=spans,
+        scale=scale,
+        in_order=deterministic,
+    )
+    return *grads, None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def partial_forward(q_BSNH, k_BTKH, v_BTKH, *, parts, causal: bool, scale: float):
+    """As that of `xla_attention`."""
+    spans = flash_spans.of_parts(parts, seq=q_BSNH.shape[1], causal=causal)
+    out_BSNH, lse_BNS = _forward(q_BSNH, k_BTKH, v_BTKH, spans=spans, scale=scale)
+    return out_BSNH, jnp.maximum(lse_BNS, NOTHING).transpose(0, 2, 1)
+
+
+def partial_backward(
+    q_BSNH,
+    k_BTKH,
+    v_BTKH,
+    *,
+    parts,
+    causal: bool,
+    scale: float,
+    out_BSNH,
+    lse_BSN,
+    grad_BSNH,
+    deterministic: bool = False,
+):
+    """As that of `xla_attention`."""
+    return _backward(
+        q_BSNH,
+        k_BTKH,
+        v_BTKH,
+        out_BSNH=out_BSNH,
+        lse_BNS=lse_BSN.transpose(0, 2, 1),
+        grad_BSNH=grad_BSNH,
+        spans=flash_spans.of_parts(parts, seq=q_BSNH.shape[1], causal=causal),
+        scale=scale,
+        in_order=deterministic,
+    )
+
+
+# Of any length.
+
+
+def _forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float):
+    seq = q_BSNH.shape[1]
+    q_BSNH, k_BTKH, v_BTKH = (_padded(x) for x in (q_BSNH, k_BTKH, v_BTKH))
+    spans = spans.padded(q_BSNH.shape[1] - seq)
+    out_BSNH, lse_BNS = flash_forward.forward(q_BSNH, k_BTKH, v_BTKH, spans=spans, scale=scale)
+    return out_BSNH[:, :seq], lse_BNS[..., :seq]
+
+
+def _backward(
+    q_BSNH, k_BTKH, v_BTKH, *, out_BSNH, lse_BNS, grad_BSNH, spans: Spans, scale: float, in_order
+):
+    seq, num_keys = q_BSNH.shape[1], k_BTKH.shape[1]
+    seen_BNS = jnp.einsum("BSNH,BSNH->BNS", out_BSNH, grad_BSNH, preferred_element_type=jnp.float32)
+    # Of a query that sees nothing any will do that is finite.
+    lse_BNS = jnp.where(lse_BNS > NOTHING / 2, lse_BNS, 0.0)
+    dq_BSNH, dk_BTKH, dv_BTKH = flash_backward.backward(
+        *(_padded(x) for x in (q_BSNH, k_BTKH, v_BTKH)),
+        grad_BSNH=_padded(grad_BSNH.astype(q_BSNH.dtype)),
+        lse_BNS=_padded(lse_BNS, axis=2),
+        seen_BNS=_padded(seen_BNS, axis=2),
+        spans=spans.padded(-seq % TILE),
+        scale=scale,
+        in_order=in_order,
+    )
+    return dq_BSNH[:, :seq], dk_BTKH[:, :num_keys], dv_BTKH[:, :num_keys]
+
+
+def _padded(x, *, axis: int = 1):
+    """To whole tiles, with zeros."""
+    if not (size := -x.shape[axis] % TILE):
+        return x
+    return jnp.pad(x, [(0, size if i == axis else 0) for i in range(x.ndim)])

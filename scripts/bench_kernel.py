@@ -1,0 +1,36 @@
+"""Times a kernel of ours beside its rivals, and checks all against float32.
+
+    python scripts/bench_kernel.py attention [--cases=causal_8k,packed,...]
+
+Kernels take turns on the same random arrays; a figure is the median of seven timings of eight
+calls. TFLOP/s count the pairs of a query and a key that it sees.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from absl import app, flags
+
+from jaxscale.command_line import EXIT_MISTAKE, tell
+from jaxscale.perf import attention_speed
+
+CASES = flags.DEFINE_list("cases", [], "which, of those that the kernel has; all but tiny")
+
+KERNELS: dict[str, tuple[Callable[[Sequence[str]], Iterator[str]], Sequence[str]]] = {
+    "attention": (attention_speed.measure, list(attention_speed.CASES)),
+}
+
+
+def main(argv: list[str]) -> int | None:
+    if len(argv) != 2 or argv[1] not in KERNELS:
+        return tell(ValueError(f"name one kernel of {', '.join(KERNELS)}"), EXIT_MISTAKE)
+    measure, cases = KERNELS[argv[1]]
+    if unknown := [name for name in CASES.value if name not in cases]:
+        message = f"--cases={','.join(unknown)}: {argv[1]} has {', '.join(cases)}"
+        return tell(ValueError(message), EXIT_MISTAKE)
+    for line in measure(CASES.value or [name for name in cases if name != "tiny"]):
+        print(line, flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    app.run(main)

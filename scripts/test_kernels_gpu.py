@@ -1,0 +1,30 @@
+"""Tests every kernel on the GPU of this machine: values and gradients, against plain NumPy.
+
+    python scripts/test_kernels_gpu.py [words for pytest]
+
+The same tests run in `make test`, which skips what a CPU cannot run. About a minute.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(words: list[str]) -> int:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cuda",
+        # Trying out ways to multiply the references' float32 takes 20 seconds a shape.
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    shown = "import jax; print(jax.devices()[0].device_kind, 'jax', jax.__version__)"
+    subprocess.run([sys.executable, "-c", shown], env=environment, cwd=ROOT, check=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-ra", "tests/kernels", *words]
+    return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -255,9 +255,9 @@ class DataConfig:
     # The share of the documents, at the store's end, held out for evaluation.
     eval_fraction: float = number(above=0, below=1, default=0.01)
     shuffle: bool = True
-    # cuDNN's packed attention needs a static bound and pays for it: 33% of attention time at 64
-    # documents a row (H100, rows of 8192 tokens that hold one document). 0: what the fullest row of
-    # the data needs, up to 64. Tokens of a row's further documents become padding.
+    # cuDNN's packed attention (not ours) needs a static bound and pays for it: 33% of its time at
+    # 64 documents a row (H100, rows of 8192 tokens that hold one document). 0: what the fullest row
+    # of the data needs, up to 64. Tokens of a row's further documents become padding.
     max_documents_per_row: int = number(least=0, default=0)
     # Batches read ahead, and the threads that read them.
     prefetch: int = number(least=1, most=1000, default=4)

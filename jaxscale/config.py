@@ -100,6 +100,12 @@ class Remat(enum.StrEnum):
     GEMMS = "gemms"
     NONE = "none"
 
+    @property
+    def leaner(self) -> "Remat | None":
+        """Of those that are there for their memory, the one before this; `FULL` has none."""
+        lean = [Remat.FULL, Remat.ATTENTION, Remat.ATTENTION_MLP, Remat.GEMMS_LEAN]
+        return dict(zip(lean[1:], lean, strict=False)).get(self)
+
 
 class Attention(enum.StrEnum):
     AUTO = "auto"
@@ -383,6 +389,9 @@ class Config:
     # of the tables are float32.
     dtype: Dtype = Dtype.BFLOAT16
     remat: Remat = Remat.GEMMS
+    # So many layers, the first ones, are run with the next leaner policy, where a policy does not
+    # fit for all of them. Of unrolled layers; remat="auto" finds the number.
+    leaner_layers: int = number(least=0, default=0)
     # Layers per iteration of the scan over layers.
     scan_unroll: int = number(least=1, default=1)
     attention: Attention = Attention.AUTO
@@ -482,6 +491,23 @@ def _validate_sizes(config: Config) -> None:
     layers, unroll = config.model.num_layers, config.scan_unroll
     fix = f"set it to a divisor of the {layers} layers"
     _require(layers % unroll == 0, "scan_unroll", value=unroll, fix=fix)
+    _validate_leaner_layers(config)
+
+
+def _validate_leaner_layers(config: Config) -> None:
+    num, layers = config.leaner_layers, config.model.num_layers
+    if not num:
+        return
+    fix = f"{layers} layers would leave none for config.remat; set it below"
+    _require(num < layers, "leaner_layers", value=num, fix=fix)
+    has_leaner = " or ".join(repr(remat.value) for remat in Remat if remat.leaner)
+    for key, value, is_right, wanted in (
+        ("remat", config.remat.value, config.remat.leaner is not None, has_leaner),
+        ("scan_unroll", config.scan_unroll, config.scan_unroll == layers, layers),
+        ("mesh.stage", config.mesh.stage, config.mesh.stage == 1, 1),
+    ):
+        fix = f"config.leaner_layers={num} needs {wanted}; set it to that, or leaner_layers to 0"
+        _require(is_right, key, value=value, fix=fix)
 
 
 def validate_on(config: Config, num_devices: int) -> dict[str, int]:

@@ -131,6 +131,7 @@ BEFORE_DEVICES = {
         "make it a multiple of config.grad_accumulation=2",
     ),
     "--config.scan_unroll=2": ("config.scan_unroll=2", "divisor of the 1 layers"),
+    "--config.leaner_layers=1": ("config.leaner_layers=1", "would leave none for config.remat"),
     "--config.schedule.warmup_steps=4": ("config.schedule.warmup_steps=4", "config.steps=4"),
     "--config.schedule.peak=0": ("config.schedule.peak=0.0", "above 0"),
     "--config.optim.b2=1": ("config.optim.b2=1.0", "set it to 0 or more and below 1"),

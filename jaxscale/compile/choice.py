@@ -41,6 +41,7 @@ class Choice:
     """A policy that was chosen before, and the GiB that it took."""
 
     remat: Remat
+    leaner_layers: int
     memory_gib: float
 
     def holds(self, memory_gib: float) -> bool:
@@ -49,16 +50,19 @@ class Choice:
 
 def read(plan: Plan, policies: Sequence[Remat], *, pool_gib: float) -> Choice | None:
     """What was chosen for the same update and devices; the lead process's choice counts for all."""
-    index, memory = -1.0, 0.0
+    index, leaner_layers, memory = -1.0, 0.0, 0.0
     if math.isfinite(pool_gib) and distributed.is_lead():
         try:
             record = json.loads(_path(plan, pool_gib).read_text())
             index = float(policies.index(record["remat"]))
+            leaner_layers = float(record["leaner_layers"])
             memory = float(record["predicted_memory_gib"])
         except (OSError, ValueError, KeyError, TypeError):  # none kept, or damaged: chosen anew
-            index, memory = -1.0, 0.0
-    index, memory = distributed.largest([index, memory])
-    return Choice(policies[int(index)], memory) if index >= 0 and memory > 0 else None
+            index, leaner_layers, memory = -1.0, 0.0, 0.0
+    index, leaner_layers, memory = distributed.largest([index, leaner_layers, memory])
+    if index < 0 or leaner_layers < 0 or memory <= 0:
+        return None
+    return Choice(policies[int(index)], int(leaner_layers), memory)
 
 
 def keep(plan: Plan, *, memory_gib: float, pool_gib: float) -> None:
@@ -67,6 +71,7 @@ def keep(plan: Plan, *, memory_gib: float, pool_gib: float) -> None:
         return
     record = {
         "remat": plan.execution.remat.value,
+        "leaner_layers": plan.execution.leaner_layers,
         "predicted_memory_gib": memory_gib,
         "key": _key(plan, pool_gib),
     }

@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -73,7 +73,7 @@ def compile_to_fit(
 ) -> CompiledUpdate:
     """The update (`step.update.update`) of a plan, with remat chosen if it is `auto`.
 
-    At most four compilations, one where the choice is kept from before. pool_gib: what JAX has on
+    At most six compilations, one where the choice is kept from before. pool_gib: what JAX has on
     each device; asked of the devices unless given. Every process calls it, and all choose alike.
     Raises ValueError if it does not fit, which takes up to a dozen more compilations.
     """
@@ -92,8 +92,11 @@ def compile_to_fit(
 
 
 def _tell(compiled: CompiledUpdate, pool_gib: float) -> None:
-    remat, asked = compiled.plan.execution.remat.value, compiled.plan.config.remat
+    execution, asked = compiled.plan.execution, compiled.plan.config.remat
+    remat, leaner = execution.remat.value, execution.remat.leaner
     chosen = f"auto chose {remat!r}" if asked == Remat.AUTO else repr(remat)
+    if execution.leaner_layers and leaner:
+        chosen += f", and {leaner.value!r} for the first {execution.leaner_layers} layers"
     if math.isfinite(pool_gib):
         log.info("remat: %s: %.1f of %.1f GiB predicted", chosen, compiled.memory_gib, pool_gib)
     elif asked == Remat.AUTO:
@@ -191,7 +194,7 @@ def _choose(plan: Plan, compile: Callable, *, pool_gib: float) -> CompiledUpdate
     """The choice kept from before if it holds, else a new one, which is kept."""
     usable_gib = USABLE * pool_gib
     if kept := choice.read(plan, POLICIES, pool_gib=pool_gib):
-        compiled = compile(with_remat(plan, kept.remat))
+        compiled = compile(with_remat(plan, kept.remat, leaner_layers=kept.leaner_layers))
         if compiled.memory_gib <= usable_gib and kept.holds(compiled.memory_gib):
             return compiled
     compiled = _richest(plan, compile, usable_gib=usable_gib)
@@ -224,12 +227,36 @@ def _richest(plan: Plan, compile: Callable, *, usable_gib: float) -> CompiledUpd
         policies = policies[:middle] if fits_well(tried[remat]) else policies[middle + 1 :]
     by_richness = [tried[remat] for remat in POLICIES if remat in tried]
     best_effort = next(filter(fits, by_richness), by_richness[-1])
-    return next(filter(fits_well, by_richness), best_effort)
+    best = next(filter(fits_well, by_richness), best_effort)
+    for richer in by_richness:
+        if richer.plan.execution.remat.leaner == best.plan.execution.remat and fits_well(best):
+            for partly in _with_leaner_layers(richer, best, usable_gib=usable_gib):
+                if fits_well(compiled := compile(partly)):
+                    return compiled
+    return best
 
 
-def with_remat(plan: Plan, remat: Remat) -> Plan:
+def _with_leaner_layers(
+    richer: CompiledUpdate, leaner: CompiledUpdate, *, usable_gib: float
+) -> Iterator[Plan]:
+    """Two to try between what does not fit and what does: every layer takes as much as another."""
+    plan, excess_gib = richer.plan, richer.memory_gib - usable_gib
+    num_layers = plan.config.model.num_layers
+    is_loop = plan.config.scan_unroll < num_layers or plan.mesh.shape["stage"] > 1
+    of_layer_gib = (richer.memory_gib - leaner.memory_gib) / num_layers
+    if is_loop or not 0 < excess_gib < math.inf or of_layer_gib <= 0:
+        return
+    # One more than by arithmetic, and a sixteenth of all if that was not enough.
+    num = math.ceil(excess_gib / of_layer_gib) + 1
+    for leaner_layers in (num, num + max(1, num_layers // 16)):
+        if leaner_layers < num_layers:
+            yield with_remat(plan, plan.execution.remat, leaner_layers=leaner_layers)
+
+
+def with_remat(plan: Plan, remat: Remat, *, leaner_layers: int = 0) -> Plan:
     """The plan with this policy in the place of `auto`.
 
     The config stays as it is: it is what the user asked for, and what a checkpoint remembers.
     """
-    return dataclasses.replace(plan, execution=dataclasses.replace(plan.execution, remat=remat))
+    execution = dataclasses.replace(plan.execution, remat=remat, leaner_layers=leaner_layers)
+    return dataclasses.replace(plan, execution=execution)

@@ -87,6 +87,9 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     What leaves the training as it is comes before what does not.
     """
     config, sizes = plan.config, plan.mesh.shape
+    layers = config.model.num_layers
+    if config.remat.leaner and config.scan_unroll == layers > 3 and sizes["stage"] == 1:
+        yield {"leaner_layers": config.leaner_layers + layers // 4}
     yield from ({"remat": remat.value} for remat in leaner(plan))
     if config.scan_unroll > 1:
         yield {"scan_unroll": 1}
@@ -134,8 +137,9 @@ def _at_least(compiled, plan: Plan) -> float:
     old, new = compiled.plan.config, plan.config
     if new.mesh != old.mesh:
         return 0.0
-    is_leaner = (plan.execution.remat, new.scan_unroll) != (
+    is_leaner = (plan.execution.remat, new.leaner_layers, new.scan_unroll) != (
         compiled.plan.execution.remat,
+        old.leaner_layers,
         old.scan_unroll,
     )
     if is_leaner or not math.isfinite(compiled.memory_gib):

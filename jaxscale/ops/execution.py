@@ -16,6 +16,8 @@ class Execution:
     # Of the sum of a block's weight gradients over devices, if wider than `dtype`.
     reduce_dtype: Dtype = Dtype.BFLOAT16
     remat: Remat = Remat.NONE
+    # So many of a stack's layers, the first ones, take `remat.leaner`, where all are unrolled.
+    leaner_layers: int = 0
     # Weights gathered for the forward pass are kept for the backward pass.
     keep_gathered: bool = False
     # Layers in one iteration of the loop over layers; as many as there are: no loop.

@@ -127,9 +127,11 @@ def run_layers(stack: Stack, x, *, documents: Documents, execution: Execution):
 def _run_layers(stack: Stack, x, *, shared, execution: Execution):
     num_layers = stack.num_layers
     is_lean = _is_lean(execution, num_layers)
-    layers = layers_of(stack, dataclasses.replace(execution, is_lean=is_lean))
+    execution = dataclasses.replace(execution, is_lean=is_lean)
+    layers = layers_of(stack, execution)
     num_turns, num_left = divmod(num_layers, len(layers))
     if is_lean or (len(layers) > 1 and execution.scan_unroll >= num_layers):
+        layers = _one_for_each(stack, execution)
         return _run_unrolled(layers, x, weights=stack.weights, shared=shared, is_lean=is_lean)
     if len(layers) == 1:
         return jax.lax.scan(
@@ -148,7 +150,7 @@ def _run_layers(stack: Stack, x, *, shared, execution: Execution):
     aux = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), aux)
     if num_left:
         left = jax.tree.map(lambda leaf: leaf[num_layers - num_left :], stack.weights)
-        x, more = _run_unrolled(layers, x, weights=left, shared=shared, is_lean=False)
+        x, more = _run_unrolled(layers[:num_left], x, weights=left, shared=shared, is_lean=False)
         aux = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), aux, more)
     return x, aux
 
@@ -159,6 +161,17 @@ def layers_of(stack: Stack, execution: Execution) -> list[Callable]:
     The weights' logical axes begin with LAYERS, which their arrays no longer have.
     """
     return [_remat(_layer(block, execution), execution) for block in stack.blocks]
+
+
+def _one_for_each(stack: Stack, execution: Execution) -> list[Callable]:
+    """Of the stack's layers, the first ones with the leaner policy."""
+    layers = first = layers_of(stack, execution)
+    if execution.is_lean and (leaner := execution.remat.leaner):
+        first = layers_of(stack, dataclasses.replace(execution, remat=leaner))
+    return [
+        (first if i < execution.leaner_layers else layers)[i % len(layers)]
+        for i in range(stack.num_layers)
+    ]
 
 
 def _layer(block: Block, execution: Execution):
@@ -290,6 +303,7 @@ _cut.defvjp(
 
 
 def _run_unrolled(layers, x, *, weights, shared, is_lean: bool):
+    """layers: as many as the weights are of."""
     leaves, treedef = jax.tree.flatten(weights)
     of_layers = [list(parts) for parts in zip(*map(_unstack, leaves), strict=True)]
     stacks = jax.lax.stop_gradient(leaves)
@@ -307,7 +321,7 @@ def _run_unrolled(layers, x, *, weights, shared, is_lean: bool):
         rows = [
             _Row(part, stack, numbers[number]) for part, stack in zip(mine, stacks, strict=True)
         ]
-        x, aux = layers[number % len(layers)](x, jax.tree.unflatten(treedef, rows), shared)
+        x, aux = layers[number](x, jax.tree.unflatten(treedef, rows), shared)
         all_aux.append(aux)
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_aux)
 

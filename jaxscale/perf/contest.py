@@ -396,6 +396,7 @@ def _figures(timed: Timed, first: Timed) -> Record:
         "ratio_max": max(ratios),
         "round_step_seconds": timed.round_seconds,
         "remat": plan.execution.remat.value,
+        "leaner_layers": plan.execution.leaner_layers,
         "num_recomputed": update.num_recomputed,
         "loss": timed.loss,
         "compile_seconds": update.compile_seconds,

@@ -76,6 +76,10 @@ UNROLLED = "--config.scan_unroll=32"
 PRODUCTS = ("--config.remat=gemms_lean", "--config.grad_accumulation=2")
 
 
+def _rich_but_for(leaner_layers: int) -> tuple[str, str]:
+    return "--config.remat=attention_mlp", f"--config.leaner_layers={leaner_layers}"
+
+
 def _context(ours: str, *settings: str, num_steps: int, skip: int) -> Case:
     """A case of context_speed.py, beside torchtitan's two ways to move keys and values.
 
@@ -103,6 +107,6 @@ def _context(ours: str, *settings: str, num_steps: int, skip: int) -> Case:
 CASES = {
     "pipeline": PIPELINE,
     "context_32k": _context("all_to_all_32k", *PRODUCTS, num_steps=4, skip=2),
-    "context_64k": _context("all_to_all_64k", num_steps=4, skip=2),
-    "context_128k": _context("all_to_all_128k", num_steps=3, skip=1),
+    "context_64k": _context("all_to_all_64k", *_rich_but_for(4), num_steps=4, skip=2),
+    "context_128k": _context("all_to_all_128k", *_rich_but_for(28), num_steps=3, skip=1),
 }

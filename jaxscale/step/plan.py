@@ -186,6 +186,7 @@ def execution_of(
         dtype=config.dtype,
         reduce_dtype=config.mesh.reduce_dtype,
         remat=config.remat,
+        leaner_layers=config.leaner_layers,
         keep_gathered=not config.mesh.reshard_after_forward and num_stages == 1,
         scan_unroll=config.scan_unroll,
         async_tensor=config.mesh.async_tensor,

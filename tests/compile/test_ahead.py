@@ -216,11 +216,12 @@ def test_an_unrolled_update_gathers_and_scatters_a_layer_at_a_time(unrolled_hlo)
 
 
 def test_unrolled_lean_layers_take_the_memory_of_a_scan(compile_8b):
-    # 10.7 GiB on jax 0.10.2 and 0.11.2, a scan 10.0; 13.6 where the weight gradients are put off to
-    # the end.
+    # 10.7 GiB with cuDNN, a scan 10.0; 13.6 where the weight gradients are put off to the end. 10.2
+    # with flash attention, 10.8 where it makes the zeros of all layers' dq at once.
     unrolled = compile_8b(remat=Remat.ATTENTION, scan_unroll=LAYERS)
-    assert fit.predicted_memory_gib(unrolled) < 11.5
     counts = ahead.count_calls(ahead.text_of(unrolled))
+    limit = 10.5 if counts["flash_attention_backward"] else 11.5
+    assert fit.predicted_memory_gib(unrolled) < limit
     assert counts["reduce-scatter"] == 0 and counts["reduce-scatter-start"] <= LAYERS + 1, counts
 
 

@@ -129,10 +129,11 @@ IN_A_LOOP = [remat for remat in fit.POLICIES if remat != Remat.GEMMS_LEAN]
 def table(monkeypatch, tmp_path):
     """A compiler that compiles nothing: a GiB of state, and `table.gib` for 64 rows of 64 tokens.
 
-    table.recomputed: where XLA runs one instruction twice on its own.
+    table.recomputed: where XLA runs one instruction twice on its own. table.leaner_gib: what it
+    takes besides, where policies are mixed.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    table = types.SimpleNamespace(gib=dict(GIB), asked=[], recomputed=())
+    table = types.SimpleNamespace(gib=dict(GIB), asked=[], recomputed=(), leaner_gib=0.0)
 
     def compile_only(update, plan, *, compiler_options=None):
         config, remat = plan.config, plan.execution.remat
@@ -142,11 +143,15 @@ def table(monkeypatch, tmp_path):
                 "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes."
             )
         tokens = config.batch_size * config.seq_len / config.grad_accumulation
+        gib = table.gib[remat]
+        if (leaner := remat.leaner) and (num := plan.execution.leaner_layers):
+            share = num / config.model.num_layers
+            gib += table.leaner_gib + share * (table.gib[leaner] - gib)
         analysis = types.SimpleNamespace(
             argument_size_in_bytes=2**30,
             output_size_in_bytes=2**30,
             alias_size_in_bytes=2**30,
-            temp_size_in_bytes=(table.gib[remat] - 1) * tokens / 64**2 * 2**30,
+            temp_size_in_bytes=(gib - 1) * tokens / 64**2 * 2**30,
         )
         text = (
             "%fusion.12.remat2.1 = f32[] fusion()\n%rematted.1 = f32[] fusion()"
@@ -278,6 +283,56 @@ def test_the_backward_pass_of_unrolled_lean_layers_waits_for_weight_gradients(mo
     assert waiting == 3 and num(Remat.GEMMS) == gemms
 
 
+# Two policies, one for the first layers.
+
+
+def of_layers(num_layers: int, **changes) -> dict:
+    model = dataclasses.replace(small_config().model, num_layers=num_layers)
+    return dict(model=model, scan_unroll=num_layers, **changes)
+
+
+def test_auto_of_unrolled_layers_gives_as_many_as_fit_the_richer_policy(table, caplog):
+    caplog.set_level("INFO")
+    # 7 GiB for all eight, 4 with the leaner policy: 3 are enough for 6 GiB, and one more is safe.
+    chosen = choose(pool_for(6.0), **of_layers(8)).plan.execution
+    assert (chosen.remat, chosen.leaner_layers) == (Remat.ATTENTION_MLP, 4)
+    assert "'attention_mlp', and 'attention' for the first 4 layers: 5.5 of" in caplog.text
+    table.asked.clear()
+    assert choose(pool_for(6.0), **of_layers(8)).plan.execution == chosen
+    assert table.asked == [Remat.ATTENTION_MLP]
+
+
+def test_two_policies_may_take_more_than_their_shares_or_not_fit_at_all(table):
+    table.leaner_gib = 0.6
+    assert choose(pool_for(6.0), **of_layers(8)).plan.execution.leaner_layers == 5
+    table.leaner_gib = 3.0
+    chosen = choose(pool_for(6.1), **of_layers(8)).plan.execution
+    assert (chosen.remat, chosen.leaner_layers) == (Remat.ATTENTION, 0)
+
+
+def test_two_policies_are_not_mixed_in_a_loop(table):
+    chosen = choose(pool_for(6.0), **of_layers(8) | {"scan_unroll": 4}).plan.execution
+    assert (chosen.remat, chosen.leaner_layers) == (Remat.ATTENTION, 0)
+
+
+def test_a_refusal_offers_a_leaner_policy_for_a_quarter_of_the_layers(table):
+    message = refusal(pool_for(6.5), remat=Remat.ATTENTION_MLP, **of_layers(8))
+    assert "These fit: config.leaner_layers=2 (6.2 GiB), config.remat='attention'" in message
+
+
+def test_only_the_first_layers_repeat_what_the_leaner_policy_does_not_save():
+    def num_products(**changes) -> int:
+        plan = plan_of_run(small_config(**of_layers(4, **changes)))
+        return program_of(plan).count("dot_general")
+
+    rich, lean = (num_products(remat=r) for r in (Remat.ATTENTION_MLP, Remat.ATTENTION))
+    of_layer = (lean - rich) // 4
+    assert of_layer > 0
+    for num in (1, 3):
+        mixed = num_products(remat=Remat.ATTENTION_MLP, leaner_layers=num)
+        assert mixed == rich + num * of_layer
+
+
 # Kept for the next start.
 
 
@@ -304,7 +359,8 @@ def test_the_next_start_compiles_once(table, tmp_path):
         "7",
         '{"remat": "attention"}',
         '{"remat": "most", "predicted_memory_gib": 4.0}',
-        '{"remat": "attention", "predicted_memory_gib": null}',
+        '{"remat": "attention", "leaner_layers": 0, "predicted_memory_gib": null}',
+        '{"remat": "attention", "leaner_layers": -1, "predicted_memory_gib": 4.0}',
     ],
 )
 def test_a_damaged_choice_is_made_anew_and_kept(table, tmp_path, damaged):

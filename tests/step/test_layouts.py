@@ -60,6 +60,7 @@ def test_unrolling_the_layer_scan_changes_no_loss(run):
 LEAN: dict[str, dict[str, Any]] = {
     "one device": dict(num_devices=1, remat="gemms_lean"),
     "fsdp": dict(fsdp=8, remat="gemms_lean"),
+    "the first layer leaner": dict(fsdp=8, remat="gemms_lean", leaner_layers=1),
     "zero2": dict(data=2, fsdp=4, zero=2, remat="attention_mlp"),
     "fsdp tp, weights kept": dict(
         fsdp=4, tensor=2, reshard_after_forward=False, remat="gemms_lean"
@@ -71,6 +72,22 @@ LEAN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", LEAN)
 def test_unrolled_layers_that_save_little_train_the_same(run, layout):
     assert_trains_like(run(**LEAN[layout], scan_unroll=2), run(1))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(remat="gemms"), "remat='gemms': .* 'attention' or 'attention_mlp' or 'gemms_lean'"),
+        (dict(remat="attention", scan_unroll=1), "scan_unroll=1: .* needs 2; set it to that"),
+        (
+            dict(remat="attention", stage=2, fsdp=4, grad_accumulation=2),
+            "mesh.stage=2: .* needs 1; set it to that, or leaner_layers to 0",
+        ),
+    ],
+)
+def test_a_leaner_policy_for_some_layers_is_refused_where_there_is_none(settings, message):
+    with pytest.raises(ValueError, match=f"config.{message}"):
+        make_plan(small_config(**(dict(scan_unroll=2, leaner_layers=1, fsdp=8) | settings)), 8)
 
 
 # Layers on two halves of a device's rows.

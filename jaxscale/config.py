@@ -114,6 +114,29 @@ class Attention(enum.StrEnum):
     XLA = "xla"
 
 
+class Recipe(enum.StrEnum):
+    """In which numbers the layers' products with weights are made; `ops/fp8.py` has the arithmetic.
+
+    DTYPE: config.dtype. FP8_TENSORWISE: 8 bits, one scale for all of an operand that a device has.
+    FP8_ROWWISE: 8 bits, one scale for each row, and for each column of the other operand.
+    """
+
+    DTYPE = "dtype"
+    FP8_TENSORWISE = "fp8_tensorwise"
+    FP8_ROWWISE = "fp8_rowwise"
+
+
+class Float8(enum.StrEnum):
+    """e4m3 has 3 bits of mantissa and 18 binades of range, e5m2 2 bits and 32 binades.
+
+    AUTO: what the recipe's sources take, e5m2 with tensorwise scales and e4m3 with rowwise ones.
+    """
+
+    AUTO = "auto"
+    E4M3 = "e4m3"
+    E5M2 = "e5m2"
+
+
 class PipelineSchedule(enum.StrEnum):
     """In which order the stages of a pipeline work; `parallel/schedules.py` has the tables.
 
@@ -207,8 +230,9 @@ class MeshConfig:
         if wild and num_devices % fixed == 0:
             sizes[wild[0]] = num_devices // fixed
         if _product(sizes.values()) != num_devices:
+            # Of axes that are all 1, fsdp is the one that is not so by default.
             shown = (
-                ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all 1"
+                ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "fsdp=1"
             )
             raise ValueError(
                 f"config.mesh ({shown}) needs {'a multiple of ' if wild else ''}{fixed} devices "
@@ -219,6 +243,28 @@ class MeshConfig:
 
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class PrecisionConfig:
+    """Products of the layers' weights in 8 bits (docs/precision.md).
+
+    Weights, optimiser, norms, attention, embedding, head and loss are as without.
+    """
+
+    recipe: Recipe = Recipe.DTYPE
+    # The layers' weights, by a part of their name ("qkv", "down"), whose products are made so;
+    # empty: all. The others' are made in config.dtype.
+    weights: tuple[str, ...] = ()
+    # So many of the first and of the last layers keep to config.dtype.
+    first_layers_as_dtype: int = number(least=0, default=0)
+    last_layers_as_dtype: int = number(least=0, default=0)
+    # Of what comes backwards into a product.
+    gradients: Float8 = Float8.AUTO
+    # Whether the weights' own gradients are made in 8 bits too, or in config.dtype.
+    weight_gradients: bool = True
+    # On devices without such products: the same numbers, slowly.
+    emulate: bool = False
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -284,8 +330,8 @@ class CheckpointConfig:
     every_minutes: float = number(least=0, default=0.0)
     # Checkpoints of steps divisible by this are kept for good; 0: none.
     keep_every: int = number(least=0, default=0)
-    # A folder on a fast disk of this host: checkpoints are written there, and copied to the workdir
-    # while the run goes on. Empty: they are written to the workdir. For runs of one host.
+    # A folder on a fast disk of each host: checkpoints are written there, by each process its part,
+    # and copied to the workdir while the run goes on. Empty: they are written to the workdir.
     local: str = ""
 
 
@@ -310,7 +356,8 @@ class BadStepsConfig:
 class WatchdogConfig:
     """When a process of scripts/train.py is stuck, and the run ends with its stacks; 0: never."""
 
-    # In a step: so long beyond three times the slowest of the last. A minute for steps of 10 s.
+    # In a step, or a batch of an evaluation: so long beyond three times the slowest of the last. A
+    # minute for steps of 10 s.
     step_seconds: float = number(least=0, default=30.0)
     # In what takes what a disk or a compiler takes: a batch, a checkpoint, the first of the steps.
     # That the others wait for it is said with its stack after `step_seconds`.
@@ -388,6 +435,7 @@ class Config:
     # weight gradients over devices. Weights, optimiser state, sums over microbatches and gradients
     # of the tables are float32.
     dtype: Dtype = Dtype.BFLOAT16
+    precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     remat: Remat = Remat.GEMMS
     # So many layers, the first ones, are run with the next leaner policy, where a policy does not
     # fit for all of them. Of unrolled layers; remat="auto" finds the number.
@@ -434,6 +482,7 @@ def validate(config: Config) -> None:
         fix = "set it to the Config of a module, such as llama.Config(...)"
         _require(hasattr(get(config, key), method), key, value=get(config, key), fix=fix)
     _validate_options(config)
+    _validate_precision(config)
     _validate_mesh(config.mesh)
     _validate_stages(config, config.mesh.stage)
     _validate_sizes(config)
@@ -481,6 +530,26 @@ def _validate_options(config: Config) -> None:
         fix=f"with config.profile.start={start} it goes beyond config.steps={config.steps}; "
         "lower one of them, or set it to 0",
     )
+
+
+def _validate_precision(config: Config) -> None:
+    precision, layers = config.precision, config.model.num_layers
+    first, last = precision.first_layers_as_dtype, precision.last_layers_as_dtype
+    for key, value in (("first_layers_as_dtype", first), ("last_layers_as_dtype", last)):
+        _require(
+            not value or first + last < layers,
+            f"precision.{key}",
+            value=value,
+            fix=f"the first {first} and the last {last} of {layers} layers leave none for "
+            "config.precision.recipe; lower it",
+        )
+        _require(
+            not value or config.mesh.stage == 1,
+            f"precision.{key}",
+            value=value,
+            fix=f"the stages of config.mesh.stage={config.mesh.stage} run all layers alike; set it "
+            "to 0",
+        )
 
 
 def _validate_sizes(config: Config) -> None:

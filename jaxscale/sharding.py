@@ -372,7 +372,8 @@ def einsum(subscripts: str, *operands, out: str, **options):
     wanted = _only(spec, explicit)
     # In two steps, as else the operands of a weight's gradient would be split unlike, which jax
     # refuses where that gradient is to stay a sum of each device's own tokens.
-    summed = _contracted_axes(subscripts, operands) if _any_reduced(operands) else ()
+    specs = [jax.typeof(operand).sharding.spec for operand in operands]
+    summed = _split_contraction(subscripts, specs) if _any_reduced(operands) else ()
     if summed:
         partial = PartitionSpec(*_without(wanted, summed), unreduced=set(summed))
         y = jnp.einsum(subscripts, *operands, out_sharding=partial, **options)
@@ -381,24 +382,86 @@ def einsum(subscripts: str, *operands, out: str, **options):
     return _placed(y, spec) if summed or _axes_of_type(AxisType.Auto) else y
 
 
-def _any_reduced(operands) -> bool:
-    return any(jax.typeof(operand).sharding.spec.reduced for operand in operands)
+def product_of_parts(product: Callable, operands, *, subscripts: str, specs, out: PartitionSpec):
+    """`product(subscripts, operands)` on each device's own parts, summed over devices.
+
+    For products whose operands a device has in a form of its own, such as scaled by the largest
+    value that it has. operands: pytrees whose arrays have the dimensions of the subscripts, or
+    size 1 in their place; specs: a PartitionSpec for each operand, out: of the result. The sum over
+    the mesh axes that split what is contracted is scattered along those that `out` has, and left to
+    be made over those in `out.unreduced`. Has no gradient of its own.
+    """
+    if _mode() is None:
+        return product(subscripts, operands)
+    summed = _split_contraction(subscripts, specs)
+    made = _scattered(subscripts, specs, out=out)
+
+    def local(*operands):
+        y = product(subscripts, operands)
+        left = _minus(summed, out.unreduced)
+        for dim, entry in enumerate(made.partitions):
+            if scattered := tuple(axis for axis in _as_tuple(entry) if axis in left):
+                y = jax.lax.psum_scatter(y, scattered, scatter_dimension=dim, tiled=True)
+                left = _minus(left, scattered)
+        y = jax.lax.psum(y, left) if left else y
+        unreduced = tuple(axis for axis in summed if axis in out.unreduced)
+        return jax.lax.pcast(y, unreduced, to="unreduced") if unreduced else y
+
+    def spec_of(leaf, spec):
+        pairs = zip(leaf.shape, spec.partitions, strict=True)
+        return PartitionSpec(*(None if size == 1 else entry for size, entry in pairs))
+
+    all_specs = tuple(
+        jax.tree.map(lambda leaf, spec=spec: spec_of(leaf, spec), operand)
+        for operand, spec in zip(operands, specs, strict=True)
+    )
+    manual = _manual_axes()
+    mapped = jax.shard_map(
+        local,
+        axis_names=set(_minus(jax.sharding.get_abstract_mesh().axis_names, manual)),
+        in_specs=all_specs,
+        out_specs=made,
+        check_vma=not manual,
+    )
+    y = mapped(*jax.tree.map(_placed, tuple(operands), all_specs))
+    return y if made == out else _placed(y, out)
 
 
-def _contracted_axes(subscripts: str, operands) -> tuple[str, ...]:
-    """The mesh axes that split what the product sums over."""
+def _scattered(subscripts: str, specs, *, out: PartitionSpec) -> PartitionSpec:
+    """How a product of parts comes out: as `out` where sums can be scattered so."""
+    inputs, result = subscripts.split("->")
+    own = {
+        letter: _as_tuple(entry)
+        for letters, spec in zip(inputs.split(","), specs, strict=True)
+        for letter, entry in zip(letters, spec.partitions, strict=True)
+    }
+    summed = _minus(_split_contraction(subscripts, specs), out.unreduced)
+
+    def made(letter, entry):
+        mine, wanted = own[letter], _as_tuple(entry)
+        is_scattered = set(wanted[len(mine) :]) <= set(summed)
+        return wanted if wanted[: len(mine)] == mine and is_scattered else mine
+
+    entries = _spec(made(*pair) for pair in zip(result, out.partitions, strict=True))
+    return PartitionSpec(*entries, unreduced=out.unreduced)
+
+
+def _split_contraction(subscripts: str, specs) -> tuple[str, ...]:
+    """The mesh axes that split what a product of operands of these specs sums over."""
     inputs, result = subscripts.replace(" ", "").split("->")
     return tuple(
         dict.fromkeys(
             axis
-            for letters, operand in zip(inputs.split(","), operands, strict=True)
-            for letter, entry in zip(
-                letters, jax.typeof(operand).sharding.spec.partitions, strict=True
-            )
+            for letters, spec in zip(inputs.split(","), specs, strict=True)
+            for letter, entry in zip(letters, spec.partitions, strict=True)
             if letter not in result
             for axis in _as_tuple(entry)
         )
     )
+
+
+def _any_reduced(operands) -> bool:
+    return any(jax.typeof(operand).sharding.spec.reduced for operand in operands)
 
 
 def gather(

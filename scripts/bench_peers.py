@@ -12,8 +12,9 @@ torchtitan's pipeline and context parallelism, with the same schedule and microb
 --cases compares Llama 3 8B on two GPUs in layouts where torchtitan has settings of its own to
 choose from (jaxscale/perf/peer_cases.py), each a name for --order: `pipeline`, with its schedules;
 `context_32k`, `context_64k` and `context_128k`, rows of one document of so many tokens, with its
-ways to exchange keys. A case has its own --steps and --skip, and prints a table and a record. A run
-that fails, runs out of memory or time, or for which --seconds leaves none, is a row that says so.
+ways to exchange keys; `fp8`, with its recipes (torchao beside it). A case has its own --steps and
+--skip, and prints a table and a record. A run that fails, runs out of memory or time, or for which
+--seconds leaves none, is a row that says so.
 
 MFU counts attention over the whole sequence on both sides. Not alike: torchtitan attends across the
 documents of a row, and sums all gradients over the GPUs in float32; jaxscale stays inside a

@@ -11,13 +11,12 @@ refused, with settings that would (exit code 2, after minutes).
 
 import os
 import time
-from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from absl import app, flags
 
-from jaxscale.command_line import EXIT_MISTAKE, define_config, parse_flags, tell
+from jaxscale.command_line import EXIT_MISTAKE, define_config, file_of, parse_flags, tell
 
 CONFIG = define_config()
 TARGET = flags.DEFINE_string("target", "h100", "The card: a name in jaxscale/xla/targets.")
@@ -39,6 +38,7 @@ def main(argv: list[str]) -> int | None:
     config.data.max_documents_per_row = config.data.max_documents_per_row or DOCUMENTS_PER_ROW
     began = time.perf_counter()
     try:
+        dump = file_of("dump", DUMP.value)
         devices = ahead.devices_of(TARGET.value, hosts=HOSTS.value, gpus_per_host=GPUS.value)
         pool_gib = ahead.pool_gib(TARGET.value)
         update = ahead.compile_to_fit(config, devices, pool_gib=pool_gib)
@@ -58,8 +58,7 @@ def main(argv: list[str]) -> int | None:
     for name, count in sorted(ahead.count_calls(hlo).items()):
         print(f"{count:5d}  {name}")
     print(traffic.table_of(traffic.traffic_of(hlo, update.plan.mesh)))
-    if DUMP.value:
-        Path(DUMP.value).write_text(hlo)
+    dump.write_text(hlo)
     return None
 
 

@@ -2,7 +2,7 @@
 
     python scripts/convert_hf.py import --hf=DIR --workdir=runs/x --config configs/tiny.py \\
         [--config.x=y ...]
-    python scripts/convert_hf.py export --workdir=runs/x --output=DIR [--dtype=float32]
+    python scripts/convert_hf.py export --workdir=runs/x --output=DIR [--dtype=fp8]
 
 import: the config, with the model and the weights of DIR, as step 0 of a run that scripts/train.py
 continues. (`train.py --config.init_from=hf:DIR --config.model=hf:DIR` does the same in one go.)
@@ -11,6 +11,7 @@ export: the newest checkpoint or --step, with config.json and the tokenizer besi
 """
 
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -23,7 +24,10 @@ HF = flags.DEFINE_string("hf", None, "import: the model folder to read.")
 OUTPUT = flags.DEFINE_string("output", None, "export: the model folder to write; must not exist.")
 STEP = flags.DEFINE_integer("step", None, "export: of the run's checkpoints this one.")
 DTYPE = flags.DEFINE_enum(
-    "dtype", "bfloat16", ["bfloat16", "float16", "float32"], "export: of the weights."
+    "dtype",
+    "bfloat16",
+    ["bfloat16", "float16", "float32", "fp8"],
+    "export: of the weights; fp8: matrices of layers in 8 bits with a scale for each 128 x 128.",
 )
 
 
@@ -46,7 +50,11 @@ def run(words: list[str]) -> None:
 def import_(settings: list[str]) -> None:
     source = f"hf:{named('hf', HF.value)}"
     workdir = Path(named("workdir", WORKDIR.value)).expanduser()
-    config = read_config([*settings, f"--config.model={source}", f"--config.init_from={source}"])
+    # In front of settings of the model's keys, which would be overwritten.
+    is_key = [re.match(r"--?(no)?config\.", word) is not None for word in settings]
+    first = [*is_key, True].index(True)
+    settings[first:first] = [f"--config.model={source}", f"--config.init_from={source}"]
+    config = read_config(settings)
     from jaxscale.train.exchange import import_model
     from jaxscale.xla.environment import set_environment
 

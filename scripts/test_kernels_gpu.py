@@ -1,4 +1,4 @@
-"""Tests every kernel on the GPU of this machine: values and gradients, against plain NumPy.
+"""Tests every kernel, and products in 8 bits, on the GPU of this machine, against plain NumPy.
 
     python scripts/test_kernels_gpu.py [words for pytest]
 
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+TESTS = ("tests/kernels", "tests/ops/test_fp8.py")
 
 
 def main(words: list[str]) -> int:
@@ -22,7 +23,7 @@ def main(words: list[str]) -> int:
     }
     shown = "import jax; print(jax.devices()[0].device_kind, 'jax', jax.__version__)"
     subprocess.run([sys.executable, "-c", shown], env=environment, cwd=ROOT, check=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-ra", "tests/kernels", *words]
+    command = [sys.executable, "-m", "pytest", "-q", "-ra", *TESTS, *words]
     return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
 
 

@@ -64,6 +64,7 @@ LONGEST = (
     "tests/models/test_regions.py",
     "tests/compile/test_fit.py",
     "tests/test_bad_input.py",
+    "tests/mistakes/",
     "tests/models/test_protocol.py",
     "tests/inference/",
     "tests/models/",

@@ -23,14 +23,17 @@ def export_model(
 ) -> None:
     """Writes the folder as `transformers` and vLLM read it, the vocabulary without its padding.
 
-    dtype: of model_folder.DTYPES. The host holds the weights in this dtype, and one file of them.
+    dtype: of model_folder.DTYPES, or FP8. The host holds the weights in this dtype (for FP8 in
+    bfloat16), and one file of them.
     Raises ValueError for a folder that exists, and for a model that no family there has.
     """
-    ours = config_json(weights, tokenizer=tokenizer)
+    ours, held = config_json(weights, tokenizer=tokenizer), dtype
+    if dtype == model_folder.FP8:
+        held = "bfloat16"
     tensors = families.of_config(weights.model).hugging_face_names(weights.model)
     model_folder.write(
         folder,
-        hugging_face.export(tensors, weights.read(_abstract(weights.model, dtype))),
+        hugging_face.export(tensors, weights.read(_abstract(weights.model, held))),
         dtype=dtype,
         config_json=ours,
         companions=[path for path in weights.companions if path.name != model_folder.CONFIG],

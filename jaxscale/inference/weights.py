@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxscale import config as run_config
+from jaxscale import distributed
 from jaxscale.checkpoint.checkpointer import Checkpointer
 from jaxscale.config import Config
 from jaxscale.models.model_folder import ModelFolder, companions_in
@@ -28,9 +29,11 @@ class Weights(Protocol):
 
 def open_weights(*, workdir: str | None, hf: str | None, step: int | None = None) -> Weights:
     """One of the two has to be given. Raises ValueError for a folder that is not what it says."""
-    if (workdir is None) == (hf is None):
+    if bool(workdir) == bool(hf):
         raise ValueError("name one of --workdir=DIR (a run's) and --hf=DIR (a model folder)")
-    if hf is not None:
+    if hf:
+        if step is not None:
+            raise ValueError(f"--step={step} is of a run's checkpoints; leave it out with --hf")
         return FolderWeights(ModelFolder(hf.removeprefix("hf:")))
     return RunWeights(Path(str(workdir)).expanduser(), step=step)
 
@@ -53,6 +56,7 @@ class RunWeights:
         self.workdir, self._folder = workdir, workdir / "checkpoints"
         self.config: Config = read_run_config(workdir)
         self.model, self.tokenizer = self.config.model, self.config.data.tokenizer
+        distributed.describe()  # refuses a platform that is not here, which Orbax asks for
         with self._checkpoints() as checkpoints:
             self.step = checkpoints.latest_step() if step is None else step
             if self.step is None:
@@ -90,9 +94,16 @@ class RunWeights:
 def read_run_config(workdir: Path) -> Config:
     """The config.json of a run. Raises ValueError."""
     path = workdir / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"--workdir={str(workdir)!r} holds no run: it has no config.json; name the --workdir "
+            "of a run of scripts/train.py"
+        )
     try:
         config = run_config.read_json(path)
     except ValueError as error:
-        raise ValueError(f"--workdir={str(workdir)!r} holds no run: {path}: {error}") from None
+        raise ValueError(
+            f"--workdir={str(workdir)!r} holds no run that can be read: {path}: {error}"
+        ) from None
     run_config.validate(config)
     return config

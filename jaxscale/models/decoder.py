@@ -263,7 +263,14 @@ class Block(nnx.Module):
         out_BSNH = attention(
             q_BSNH, k_BSKH, v_BSKH, documents=documents, execution=execution, **options
         )
-        return linear("BSNH,DNH->BSD", out_BSNH, weight=self.out, out=RESIDUAL, execution=execution)
+        return linear(
+            "BSNH,DNH->BSD",
+            out_BSNH,
+            weight=self.out,
+            name="out",
+            out=RESIDUAL,
+            execution=execution,
+        )
 
     def _project(self, x_BSD, execution: Execution):
         """Queries [B, S, N, H], keys and values [B, S, K, H]."""
@@ -274,6 +281,7 @@ class Block(nnx.Module):
                 "BSD,DKMH->BSKMH",
                 x_BSD,
                 weight=self.qkv,
+                name="qkv",
                 out="batch seq kv_heads _ head",
                 execution=execution,
             )
@@ -295,6 +303,7 @@ class Block(nnx.Module):
             "BSD,DNH->BSNH",
             x_BSD,
             weight=q_DNH,
+            name="qkv",
             axes=axes,
             out="batch seq heads head",
             execution=execution,
@@ -303,6 +312,7 @@ class Block(nnx.Module):
             "BSD,DKMH->BSKMH",
             x_BSD,
             weight=weight[:, :, group:],
+            name="qkv",
             axes="embed kv_heads _ head",
             out="batch seq kv_heads _ head",
             execution=execution,
@@ -318,14 +328,26 @@ class Block(nnx.Module):
         gate_BSF, up_BSF = (
             checkpoint_name(
                 linear(
-                    "BSD,DF->BSF", x_BSD, weight=weight, out="batch seq mlp", execution=execution
+                    "BSD,DF->BSF",
+                    x_BSD,
+                    weight=weight,
+                    name=name,
+                    out="batch seq mlp",
+                    execution=execution,
                 ),
                 "gate_up",
             )
-            for weight in (self.gate, self.up)
+            for name, weight in (("gate", self.gate), ("up", self.up))
         )
         h_BSF = activation(gate_BSF, up_BSF, is_lean=execution.is_lean)
-        return linear("BSF,DF->BSD", h_BSF, weight=self.down, out=RESIDUAL, execution=execution)
+        return linear(
+            "BSF,DF->BSD",
+            h_BSF,
+            weight=self.down,
+            name="down",
+            out=RESIDUAL,
+            execution=execution,
+        )
 
 
 def normed(x, scale, *, c: Config):

@@ -39,7 +39,8 @@ def as_ours(tensor: Tensor, values: np.ndarray) -> np.ndarray:
     """
     if values.shape != tensor.shape:
         raise ValueError(
-            f"{tensor.name} has shape {values.shape}; the config makes it {tensor.shape}"
+            f"{tensor.name} has shape {values.shape}; its config.json makes it {tensor.shape}: "
+            "download both anew"
         )
     return values.T if tensor.is_transposed else values
 

@@ -3,6 +3,7 @@
 Tensors are read and written one at a time, so that the host never holds a whole model.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -16,7 +17,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxscale.models import decoder, families, hugging_face
+from jaxscale.files import telling
+from jaxscale.models import decoder, families, fp8_weights, hugging_face
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 # What stands beside the weights and says how text becomes tokens and how to go on with it.
@@ -45,6 +47,11 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
+# Matrices of layers in 8 bits with scales, all else in bfloat16.
+FP8 = "fp8"
+NO_QUANTISED = (
+    f"jaxscale reads no quantised weights but fp8; name a folder with {', '.join(DTYPES)}, or fp8"
+)
 
 
 class ModelFolder:
@@ -58,17 +65,14 @@ class ModelFolder:
         if not (self.path / CONFIG).is_file():
             raise ValueError(
                 f"{str(self.path)!r} has no {CONFIG}; name a folder that holds one beside "
-                f"*.safetensors, as `transformers` saves a model"
+                "*.safetensors, as `transformers` saves a model (jaxscale downloads none)"
             )
         whole = _read_json(self.path / CONFIG)
         # That of a model which also reads images has the language model's in it.
         self.config_json: dict[str, Any] = whole.get("text_config", whole)
-        try:
+        with _telling_of(self.path / CONFIG):
             self.model = model_of(self.config_json)
             self.model.validate()
-        except (ValueError, KeyError, TypeError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(f"{self.path / CONFIG}: {reason}") from None
 
     def tensors(self) -> tuple[hugging_face.Tensor, ...]:
         """The table of the model's tensors, in the order of their files: each is read once."""
@@ -76,12 +80,29 @@ class ModelFolder:
         return tuple(sorted(table, key=lambda tensor: self._file_of(tensor.name).name))
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, [out, in], in the dtype of its file. Raises ValueError."""
-        path = self._file_of(name)
+        """One tensor, [out, in], in the dtype of its file, or float32 if that is of 8 bits.
+
+        Raises ValueError.
+        """
+        path, there = self._file_of(name), self._name_there(name)
         try:
-            return _open(path).get_tensor(self._name_there(name))
-        except (SafetensorError, OSError, TypeError) as error:
-            raise ValueError(f"{path}: {name}: {error}") from None
+            if _open(path).get_slice(there).get_dtype() == fp8_weights.NAME_THERE:
+                block = fp8_weights.block_of(self.config_json)
+                values = fp8_weights.read(path, there)
+                return fp8_weights.widened(values, self._scales_of(name), block=block)
+            array = _open(path).get_tensor(there)
+        except (SafetensorError, OSError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {name}: {error}; download it anew") from None
+        if array.dtype not in (*DTYPES.values(), np.float64):
+            raise ValueError(f"{path}: {name} is of {array.dtype}: {NO_QUANTISED}")
+        return array
+
+    def _scales_of(self, name: str) -> np.ndarray:
+        there = self._name_there(name)
+        for end in fp8_weights.SCALES:
+            if there + end in self._places:
+                return _open(self.path / self._places[there + end]).get_tensor(there + end)
+        raise ValueError("its values have 8 bits, and their scales are not there")
 
     def companions(self) -> list[Path]:
         """config.json, and the files of the tokenizer that are there."""
@@ -106,7 +127,7 @@ class ModelFolder:
         """The file of every tensor there is."""
         if (self.path / INDEX).is_file():
             index = _read_json(self.path / INDEX).get("weight_map")
-            if not isinstance(index, dict):
+            if not (isinstance(index, dict) and all(isinstance(f, str) for f in index.values())):
                 raise ValueError(f"{self.path / INDEX} has no weight_map; download it anew")
             return index
         files = sorted(self.path.glob("*.safetensors"))
@@ -118,13 +139,28 @@ class ModelFolder:
         return {name: path.name for path in files for name in _open(path).keys()}
 
 
+@contextlib.contextmanager
+def _telling_of(path: Path) -> Iterator[None]:
+    """What is wrong with the settings of a config.json, with its name."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path}: {error} is missing; download it anew") from None
+    except (TypeError, AttributeError) as error:  # such as a list where an object should be
+        raise ValueError(f"{path} is not as `transformers` writes it: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 @functools.lru_cache(maxsize=1)
 def _open(path: Path):
     """One file at a time is open: tensors are read in the order of their files."""
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as safetensors: {error}") from None
+        raise ValueError(
+            f"{path} cannot be read as safetensors: {error}; download it anew"
+        ) from None
 
 
 def companions_in(folder: Path) -> list[Path]:
@@ -134,6 +170,9 @@ def companions_in(folder: Path) -> list[Path]:
 
 def model_of(hf: Mapping[str, Any]) -> decoder.Config:
     """The model that a config.json describes. Raises ValueError for one we do not have."""
+    settings = hf.get("quantization_config")
+    if settings and settings.get("quant_method") != FP8:
+        raise ValueError(f"quantization_config: {NO_QUANTISED}")
     return families.of_config_json(hf).from_hugging_face(hf)
 
 
@@ -149,13 +188,18 @@ def write(
     """Makes the folder, whole or not at all.
 
     arrays: every tensor of the model, with its name there; those of one file are held. dtype: of
-    DTYPES. Raises ValueError if the folder is there already, OSError where it cannot be written.
+    DTYPES, or FP8. Raises ValueError if the folder is there already, or cannot be made.
     """
     if folder.exists():
         raise ValueError(f"{str(folder)!r} exists; name a new folder, or remove this one")
     parts = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(parts, ignore_errors=True)
-    parts.mkdir(parents=True)
+    with telling(f"{str(folder)!r} cannot be written", "name another folder"):
+        parts.mkdir(parents=True)
+    config_json = {k: v for k, v in config_json.items() if k != "quantization_config"}
+    if dtype == FP8:
+        arrays, dtype = fp8_weights.in_8_bits(arrays), "bfloat16"
+        config_json["quantization_config"] = fp8_weights.SETTINGS
     files = list(_write_files(parts, arrays, dtype=DTYPES[dtype], file_bytes=file_bytes))
     _name_files(parts, files)
     _write_json(parts / CONFIG, dict(config_json, dtype=dtype, torch_dtype=dtype))
@@ -171,7 +215,8 @@ def _write_files(parts: Path, arrays, *, dtype, file_bytes: int) -> Iterator[dic
     for number in itertools.count(1):
         size = 0
         for name, array in arrays:
-            held[name] = np.ascontiguousarray(array.astype(dtype, copy=False))
+            is_done = array.dtype == fp8_weights.DTYPE or name.endswith(fp8_weights.SCALES)
+            held[name] = np.ascontiguousarray(array if is_done else array.astype(dtype, copy=False))
             size += held[name].nbytes
             if size >= file_bytes:
                 break
@@ -201,7 +246,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise ValueError(f"{path} cannot be read: {error}; download it anew") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object; download it anew")
     return value

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.config import Attention, Balance, Dtype, Exchange, Remat
+from jaxscale.ops.fp8 import Fp8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,6 +16,8 @@ class Execution:
     dtype: Dtype = Dtype.BFLOAT16
     # Of the sum of a block's weight gradients over devices, if wider than `dtype`.
     reduce_dtype: Dtype = Dtype.BFLOAT16
+    # Which products with weights are made in 8 bits; None: none.
+    fp8: Fp8 | None = None
     remat: Remat = Remat.NONE
     # So many of a stack's layers, the first ones, take `remat.leaner`, where all are unrolled.
     leaner_layers: int = 0

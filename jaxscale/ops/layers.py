@@ -20,7 +20,7 @@ from jaxscale.config import Remat
 from jaxscale.ops import halves
 from jaxscale.ops.documents import Documents
 from jaxscale.ops.execution import Execution
-from jaxscale.ops.linear import GATHERED, gathered
+from jaxscale.ops.linear import GATHERED, SCALES, gathered
 
 ATTENTION = ("attention_out", "attention_lse")
 
@@ -128,6 +128,8 @@ def _run_layers(stack: Stack, x, *, shared, execution: Execution):
     num_layers = stack.num_layers
     is_lean = _is_lean(execution, num_layers)
     execution = dataclasses.replace(execution, is_lean=is_lean)
+    if _ends(execution) and execution.scan_unroll < num_layers:
+        return _run_with_ends(stack, x, shared=shared, execution=execution)
     layers = layers_of(stack, execution)
     num_turns, num_left = divmod(num_layers, len(layers))
     if is_lean or (len(layers) > 1 and execution.scan_unroll >= num_layers):
@@ -164,14 +166,54 @@ def layers_of(stack: Stack, execution: Execution) -> list[Callable]:
 
 
 def _one_for_each(stack: Stack, execution: Execution) -> list[Callable]:
-    """Of the stack's layers, the first ones with the leaner policy."""
-    layers = first = layers_of(stack, execution)
-    if execution.is_lean and (leaner := execution.remat.leaner):
-        first = layers_of(stack, dataclasses.replace(execution, remat=leaner))
-    return [
-        (first if i < execution.leaner_layers else layers)[i % len(layers)]
-        for i in range(stack.num_layers)
-    ]
+    """Of the stack's layers; the first with the leaner policy, those at its ends without fp8."""
+    leaner, num_layers = execution.is_lean and execution.remat.leaner, stack.num_layers
+    kinds: dict[Execution, list[Callable]] = {}
+
+    def layer(number: int) -> Callable:
+        mine = execution
+        if leaner and number < execution.leaner_layers:
+            mine = dataclasses.replace(mine, remat=leaner)
+        if _is_at_an_end(number, num_layers, execution=execution):
+            mine = dataclasses.replace(mine, fp8=None)
+        layers = kinds.setdefault(mine, layers_of(stack, mine))
+        return layers[number % len(layers)]
+
+    return [layer(number) for number in range(num_layers)]
+
+
+def _ends(execution: Execution) -> tuple[int, int] | None:
+    """The numbers of the first and the last layers whose products are not in 8 bits, if any."""
+    fp8 = execution.fp8
+    return (fp8.num_first, fp8.num_last) if fp8 and (fp8.num_first or fp8.num_last) else None
+
+
+def _is_at_an_end(number: int, num_layers: int, *, execution: Execution) -> bool:
+    first, last = _ends(execution) or (0, 0)
+    return number < first or number >= num_layers - last
+
+
+def _run_with_ends(stack: Stack, x, *, shared, execution: Execution):
+    """A loop over the layers at each end, without fp8, and one over those between."""
+    ends, fp8 = _ends(execution), execution.fp8
+    assert ends is not None and fp8 is not None
+    first, last = ends
+    sizes = first, stack.num_layers - first - last, last
+    inner = dataclasses.replace(execution, fp8=dataclasses.replace(fp8, num_first=0, num_last=0))
+    outer = dataclasses.replace(execution, fp8=None)
+    leaves, treedef = jax.tree.flatten(stack.weights)
+    # Their transpose is one concatenation; that of slices is a sum of padded arrays.
+    parts = zip(*(jax.lax.split(leaf, sizes, axis=0) for leaf in leaves), strict=True)
+    begin, all_aux = 0, []
+    for size, mine, part in zip(sizes, (outer, inner, outer), parts, strict=True):
+        if size:
+            turned = begin % len(stack.blocks)
+            blocks = stack.blocks[turned:] + stack.blocks[:turned]
+            layers = Stack(jax.tree.unflatten(treedef, part), blocks)
+            x, aux = _run_layers(layers, x, shared=shared, execution=mine)
+            all_aux.append(aux)
+        begin += size
+    return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *all_aux)
 
 
 def _layer(block: Block, execution: Execution):
@@ -254,7 +296,7 @@ def _remat(layer, execution: Execution):
     """`layer` under `jax.checkpoint` with the run's policy; as it is for NONE, which saves all."""
     if execution.remat == Remat.NONE:
         return layer
-    names = (*SAVED[execution.remat], *((GATHERED,) if execution.keep_gathered else ()))
+    names = (*SAVED[execution.remat], SCALES, *((GATHERED,) if execution.keep_gathered else ()))
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     # prevent_cse: inside a scan XLA cannot undo the recomputation, and its barriers cost fusions.
     # Without a loop it does undo it, and a lean policy would save nothing. `gemms` is for speed and

@@ -4,6 +4,9 @@ B rows, S sequence, D model, F mlp.
 """
 
 import functools
+import logging
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,28 +15,58 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import sharding as shd
+from jaxscale.config import Recipe
+from jaxscale.ops import fp8
 from jaxscale.ops.execution import Execution
 
 # Weights gathered over fsdp bear this name, for a remat policy that keeps them.
 GATHERED = "gathered"
+# And this one the scales of weights in 8 bits: a few numbers, which every policy keeps.
+SCALES = "scales"
+
+log = logging.getLogger(__name__)
 
 
-def linear(subscripts: str, x, *, weight, out: str, execution: Execution, axes: str | None = None):
-    """`linear("BSD,DF->BSF", x, weight=..., out="batch seq mlp", ...)`: x times a stored weight.
+def linear(
+    subscripts: str,
+    x,
+    *,
+    weight,
+    name: str,
+    out: str,
+    execution: Execution,
+    axes: str | None = None,
+):
+    """`linear("BSD,DF->BSF", x, weight=..., name="up", out="batch seq mlp", ...)`: x times it.
 
     weight: float32 as stored, a Param or an array (then `axes` are its logical axes). It is cast to
     `execution.dtype`, gathered along fsdp and multiplied; the result is `execution.dtype` in the
     layout `out`. The weight's gradient leaves its product in `execution.gradient_dtype`, is
     reduce-scattered in it, and comes out as stored. A remat policy can save the gathered weight,
-    by its name GATHERED.
+    by its name GATHERED. name: by which config.precision.weights speaks of it; where that says so,
+    the product and those of its gradients are of operands in 8 bits (`ops/fp8.py`), and the weight
+    is gathered in 8 bits too.
     """
     dtype = jnp.dtype(execution.dtype)
     names = axes or " ".join(shd.axes_of(weight) or ()) or None
     stored = weight if isinstance(weight, jax.Array) else weight[...]
     x, wide = x.astype(dtype), execution.gradient_dtype
+    gather = _cast if execution.is_gathered else _gather(names)
+    if execution.fp8 is not None and execution.fp8.is_for(name):
+        specs = _specs_of(subscripts, axes=names, out=out)
+        if not (objection := _objection(subscripts, x, stored=stored, specs=specs)):
+            return _in_8_bits(
+                subscripts,
+                x,
+                stored=stored,
+                gather=gather,
+                specs=specs,
+                out=out,
+                execution=execution,
+            )
+        _say_once(f"products of {name!r} are made in {dtype.name}: {objection}")
     if execution.is_gathered:
         return shd.einsum(subscripts, x, stored, out=out)
-    gather = _gather(names)
     if wide != dtype:
         return _with_wide_gradient(subscripts, x, stored=stored, gather=gather, out=out, wide=wide)
     return shd.einsum(subscripts, x, gathered(stored, execution, axes=names), out=out)
@@ -47,6 +80,11 @@ def gathered(stored, execution: Execution, *, axes: str | None):
 def _gather(axes: str | None):
     # Weight gradients sum over tokens, and these axes split the tokens.
     return functools.partial(shd.gather, axes=axes, summed_over=shd.mesh_axes("batch seq"))
+
+
+def _cast(stored, *, dtype=None):
+    """In place of the gather of a weight that is gathered already."""
+    return stored if dtype is None else stored.astype(dtype)
 
 
 def _with_wide_gradient(subscripts, x, *, stored, gather, out, wide):
@@ -93,3 +131,173 @@ def _weight_gradient(subscripts, x, *, weight, grad, out, wide):
     else:
         grad = shd.constrain(grad, out)
     return product(x, grad, out_sharding=P(*spec.partitions, unreduced=spec.reduced))
+
+
+# Products of operands in 8 bits.
+
+
+class _Specs(NamedTuple):
+    """The PartitionSpecs of x, the gathered weight and y while they are multiplied."""
+
+    x: P
+    weight: P
+    y: P
+
+
+def _specs_of(subscripts: str, *, axes: str | None, out: str) -> _Specs:
+    """What the weight splits is split as the weight is, and tokens as in `out` otherwise."""
+    x_dims, weight_dims, y_dims = _dims(subscripts)
+    if axes is None:
+        raise ValueError(f"linear({subscripts!r}): a weight without logical axes needs axes=")
+    gathered = {"fsdp", *shd.mesh_axes("embed")}
+    split = {
+        dim: tuple(axis for axis in shd.mesh_axes(name) if axis not in gathered)
+        for dim, name in zip(weight_dims, axes.split(), strict=True)
+    }
+    taken = {axis for entry in split.values() for axis in entry}
+    for dim, name in zip(y_dims, out.split(), strict=True):
+        if dim not in split:
+            split[dim] = tuple(axis for axis in shd.mesh_axes(name) if axis not in taken)
+    return _Specs(*(_spec(split, dims) for dims in (x_dims, weight_dims, y_dims)))
+
+
+def _spec(split: dict[str, tuple[str, ...]], dims: str) -> P:
+    entries = (split[dim] for dim in dims)
+    return P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+
+
+def _dims(subscripts: str) -> list[str]:
+    return subscripts.replace(" ", "").replace("->", ",").split(",")
+
+
+def _objection(subscripts: str, x, *, stored, specs: _Specs) -> str | None:
+    """Why the tensor cores cannot make this product, or those of its gradients, in 8 bits."""
+    x_dims, weight_dims, _ = _dims(subscripts)
+    sizes = dict(zip(x_dims, _part_of(x.shape, specs.x), strict=True))
+    sizes |= dict(zip(weight_dims, _part_of(stored.shape, specs.weight), strict=True))
+    groups = dict(
+        tokens=set(x_dims) - set(weight_dims),
+        inputs=set(x_dims) & set(weight_dims),
+        outputs=set(weight_dims) - set(x_dims),
+    )
+    for what, dims in groups.items():
+        number = math.prod(sizes[dim] for dim in dims)
+        if number % fp8.MULTIPLE:
+            return f"a device's {number} {what} are no multiple of {fp8.MULTIPLE}"
+    return None
+
+
+def _part_of(shape, spec: P) -> list[int]:
+    """The shape of a device's part."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return [
+        size // math.prod(mesh.shape[axis] for axis in jax.tree.leaves(entry))
+        for size, entry in zip(shape, spec, strict=True)
+    ]
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    log.warning("%s", message)
+
+
+def _in_8_bits(
+    subscripts: str, x, *, stored, gather, specs: _Specs, out: str, execution: Execution
+):
+    """x times the weight; this product and those of its gradients by `fp8.product` on each device.
+
+    A device scales activations and gradients by what it has itself, since no sum mixes those of two
+    devices before scales are undone. A weight's scale is that of all its shards, so that they can
+    be gathered in 8 bits.
+    """
+    how, wide = execution.fp8, execution.gradient_dtype
+    assert how is not None
+    x_dims, weight_dims, y_dims = _dims(subscripts)
+    to_x, to_weight = f"{y_dims},{weight_dims}->{x_dims}", f"{x_dims},{y_dims}->{weight_dims}"
+    x_spec = _as_it_came(x, specs.x)
+
+    def on_each_device(dims: str, operands, *, dtypes, out_dtype, specs, out):
+        product = functools.partial(
+            fp8.product,
+            recipe=how.recipe,
+            dtypes=dtypes,
+            out_dtype=out_dtype,
+            is_accurate=dims != subscripts,
+        )
+        return shd.product_of_parts(product, operands, subscripts=dims, specs=specs, out=out)
+
+    def multiply(x, weight):
+        return on_each_device(
+            subscripts,
+            (x, weight),
+            dtypes=(fp8.FORWARD, fp8.FORWARD),
+            out_dtype=x.dtype,
+            specs=(specs.x, specs.weight),
+            out=specs.y,
+        )
+
+    def quantised(stored, subscripts: str) -> fp8.Quantised:
+        """As the second operand of this product.
+
+        Out of x's dtype, as stages hold weights: so every layout has the same values.
+        """
+        stored, dims = _values_of(stored), fp8.dims_of(subscripts, 1, recipe=how.recipe)
+        stored = stored.astype(x.dtype)
+        scale = checkpoint_name(fp8.scale_for(stored, fp8.FORWARD, dims=dims), SCALES)
+        values = gather(fp8.quantise_with(scale, stored, dtype=fp8.FORWARD).values)
+        return fp8.Quantised(_named(_values_of(values)), scale)
+
+    @jax.custom_vjp
+    def product(x, stored):
+        return multiply(x, quantised(stored, subscripts))
+
+    def forward(x, stored):
+        weight = quantised(stored, subscripts)
+        is_shared = how.recipe == Recipe.FP8_TENSORWISE
+        return multiply(x, weight), (x, weight if is_shared else quantised(stored, to_x), stored)
+
+    def backward(residuals, grad):
+        x, weight, stored = residuals
+        dx = on_each_device(
+            to_x,
+            (grad, weight),
+            dtypes=(how.gradient_dtype, fp8.FORWARD),
+            out_dtype=x.dtype,
+            specs=(specs.y, specs.weight),
+            out=x_spec,
+        )
+        whole, pull = jax.vjp(lambda stored: gather(stored, dtype=wide), stored)
+        if how.weight_gradients:
+            dweight = on_each_device(
+                to_weight,
+                (x, grad),
+                dtypes=(fp8.FORWARD, how.gradient_dtype),
+                out_dtype=wide,
+                specs=(specs.x, specs.y),
+                out=P(*specs.weight, unreduced=jax.typeof(whole).sharding.spec.reduced),
+            )
+        else:
+            dweight = _weight_gradient(subscripts, x, weight=whole, grad=grad, out=out, wide=wide)
+        return dx, *pull(dweight)
+
+    product.defvjp(forward, backward)
+    return shd.constrain(product(x, stored), out)
+
+
+def _named(values):
+    """GATHERED. As whole numbers: jax rounds floats that it keeps by IEEE's rule, which e4m3 is
+    not: of 256 and above it makes NaNs (0.10.2, on CPUs)."""
+    named = checkpoint_name(jax.lax.bitcast_convert_type(values, jnp.uint8), GATHERED)
+    return jax.lax.bitcast_convert_type(named, values.dtype)
+
+
+def _as_it_came(x, spec: P) -> P:
+    """x's own layout where its type says it, so that its gradient has the same."""
+    sharding = jax.typeof(x).sharding
+    return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else spec
+
+
+def _values_of(array):
+    """Without the promise of how its gradient is summed."""
+    spec = jax.typeof(array).sharding.spec
+    return jax.sharding.reshard(array, P(*spec.partitions)) if spec.reduced else array

@@ -104,9 +104,37 @@ def _context(ours: str, *settings: str, num_steps: int, skip: int) -> Case:
     )
 
 
+# Needs torchao in torchtitan's Python.
+IN_8_BITS = (
+    "--model.converters=quantize.linear.float8",
+    "--quantize.linear.float8.filter_fqns=output",
+    "--quantize.linear.float8.recipe_name",
+)
+GATHERS = (
+    "--quantize.linear.float8.enable_fsdp_float8_all_gather",
+    "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+)
+
+FP8 = Case(
+    settings=(
+        UNROLLED,
+        "--config.precision.recipe=fp8_tensorwise",
+        "--config.batch_size=4",
+        "--config.remat=gemms_lean",
+    ),
+    variants={
+        "rowwise": Variant((*IN_8_BITS, "rowwise")),
+        "tensorwise": Variant((*IN_8_BITS, "tensorwise", *GATHERS)),
+        "bf16": Variant(),
+    },
+    num_steps=8,
+    skip=4,
+)
+
 CASES = {
     "pipeline": PIPELINE,
     "context_32k": _context("all_to_all_32k", *PRODUCTS, num_steps=4, skip=2),
     "context_64k": _context("all_to_all_64k", *_rich_but_for(4), num_steps=4, skip=2),
     "context_128k": _context("all_to_all_128k", *_rich_but_for(28), num_steps=3, skip=1),
+    "fp8": FP8,
 }

@@ -12,14 +12,19 @@ from jax.sharding import Mesh
 
 from jaxscale import config as run_config
 from jaxscale import sharding as shd
-from jaxscale.config import Config, Exchange
+from jaxscale.config import Config, Exchange, Recipe
 from jaxscale.data.loader import Corpus, open_dataset
 from jaxscale.ops.execution import Execution
+from jaxscale.ops.fp8 import fp8_of
+from jaxscale.ops.layers import LAYERS
 from jaxscale.parallel import choice
 from jaxscale.parallel.choice import Pipeline
 from jaxscale.step import layout
 from jaxscale.step.state import TrainState, split_model, to_flat
 from jaxscale.xla import options
+
+# Ada and Hopper.
+FP8_CAPABILITY = 8.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +83,7 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
     """
     run_config.validate(config)
     devices = jax.devices() if devices is None else devices
+    _check_precision(config, devices[0])
     sizes = run_config.validate_on(config, len(devices))
     if corpus is not None:
         bound = corpus.train.max_documents_per_row
@@ -151,6 +157,7 @@ def _abstract_state(
     hold = pipeline.placement.hold if pipeline else lambda tree: tree
     graphdef, frozen, params, extra = split_model(model, frozen=config.frozen)
     _check_frozen(config.frozen, params=params, frozen=frozen)
+    _check_weights(config.precision.weights, model)
     params, frozen = (jax.eval_shape(hold, tree) for tree in (params, frozen))
     opt_state = jax.eval_shape(optimizer.init, params)
     step = jax.ShapeDtypeStruct((), jnp.int32)
@@ -171,6 +178,37 @@ def _check_frozen(names: tuple[str, ...], *, params, frozen) -> None:
         )
 
 
+def _check_precision(config: Config, device: Any) -> None:
+    """Raises ValueError for a recipe that the device cannot run."""
+    precision = config.precision
+    if precision.recipe == Recipe.DTYPE or precision.emulate:
+        return
+    is_gpu = device.platform in ("gpu", "cuda")
+    capability = float(getattr(device, "compute_capability", "0")) if is_gpu else 0.0
+    if capability < FP8_CAPABILITY:
+        shown = f"{device.device_kind}" + f" (sm_{capability:.1f})" * is_gpu
+        raise ValueError(
+            f"config.precision.recipe={precision.recipe.value!r}: {shown} has no products in 8 "
+            "bits; set config.precision.emulate=True for the same numbers, slowly, or "
+            "config.precision.recipe='dtype'"
+        )
+
+
+def _check_weights(names: tuple[str, ...], model) -> None:
+    """Raises ValueError for a part of a name that no weight of a layer has."""
+    stacked = [
+        ".".join(map(str, path))
+        for path, box in nnx.to_flat_state(nnx.state(model, nnx.Param))
+        if (axes := shd.axes_of(box)) and axes[0] == LAYERS and "embed" in axes
+    ]
+    for name in names:
+        if not any(name in path for path in stacked):
+            raise ValueError(
+                f"config.precision.weights: no weight of a layer has {name!r} in its name; there "
+                f"are {', '.join(sorted(stacked))}"
+            )
+
+
 def _with_sharding(leaf, sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -185,6 +223,7 @@ def execution_of(
     return Execution(
         dtype=config.dtype,
         reduce_dtype=config.mesh.reduce_dtype,
+        fp8=fp8_of(config.precision),
         remat=config.remat,
         leaner_layers=config.leaner_layers,
         keep_gathered=not config.mesh.reshard_after_forward and num_stages == 1,

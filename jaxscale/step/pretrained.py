@@ -35,7 +35,10 @@ def open_pretrained(config: Config) -> ModelFolder | None:
     """
     if not config.init_from:
         return None
-    folder = ModelFolder(parse(config.init_from))
+    try:
+        folder = ModelFolder(parse(config.init_from))
+    except ValueError as error:
+        raise ValueError(f"config.init_from={config.init_from!r}: {error}") from None
     theirs, ours = run_config.to_json(folder.model), run_config.to_json(config.model)
     # The limit is theirs, and init_scale is of weights that are drawn.
     ours |= {key: theirs.get(key) for key in NOT_OF_THE_WEIGHTS}
@@ -85,7 +88,11 @@ def read_params(
     params = {path: _zeros(leaf) for path, leaf in abstract.items()}
     with jax.set_mesh(NO_MESH):
         for tensor in tensors:
-            values = as_ours(tensor, folder.read(tensor.name))
+            values = folder.read(tensor.name)
+            try:
+                values = as_ours(tensor, values)
+            except ValueError as error:
+                raise ValueError(f"{folder.path}: {error}") from None
             part = _part_of(tensor, lead)
             params[tensor.path] = _placed(params[tensor.path], part, values=values)
     log.info("%d tensors read from %s", len(tensors), folder.path)

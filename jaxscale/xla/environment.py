@@ -29,6 +29,10 @@ class Variable:
     why: str
 
 
+def _host_gigabytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 10**9
+
+
 VARIABLES = (
     Variable(
         "XLA_PYTHON_CLIENT_MEM_FRACTION",
@@ -51,7 +55,75 @@ VARIABLES = (
         "issued after a collective does not take all multiprocessors before it; 0.6% of the step "
         "(Llama-3-8B, 4 x H200, jax 0.11.2)",
     ),
+    Variable(
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",
+        str(max(64, _host_gigabytes())),
+        default="64",
+        why="all of the state of a process's GPUs passes through this memory when it is saved: 12 "
+        "bytes a parameter, 96 GB for 8B in one process. It grows as it is needed",
+    ),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """An option of all programs, which XLA takes from XLA_FLAGS alone; the user's value stays.
+
+    option: its name as a compiler option, by which jaxlib says whether it has it. default: XLA's,
+    the same in jaxlib 0.10.2 and 0.11.2.
+    """
+
+    name: str
+    option: str
+    value: str
+    default: str
+    why: str
+
+
+# Seconds that no device has to wait for another: a day.
+NEVER = "86400"
+# XLA's own ends of what is stuck. In jaxlib 0.10.2 and 0.11.2 none else has a limit (that of NCCL
+# and that of a whole execution are off) but the 1800 s of gloo's collectives.
+WATCHED = (
+    Flag(
+        "xla_cpu_collective_call_terminate_timeout_seconds",
+        option="xla_cpu_collective_call_terminate_timeout_seconds",
+        value=NEVER,
+        default="40, after a warning at 20",
+        why="where a device of this process comes 60 s late to a collective XLA aborts and names "
+        "nobody, also if it is only slow; the watchdog knows how long steps take, and who is stuck",
+    ),
+    Flag(
+        "xla_gpu_executable_terminate_timeout",
+        option="xla_gpu_executable_terminate_timeout_seconds",
+        value=NEVER,
+        default="30, after a warning at 10",
+        why="where a GPU of this process starts a program so much later than the others XLA aborts "
+        "and names nobody; the watchdog knows how long steps take, and who is stuck",
+    ),
+    Flag(
+        "xla_gpu_first_collective_call_terminate_timeout_seconds",
+        option="xla_gpu_first_collective_call_terminate_timeout_seconds",
+        value=NEVER,
+        default="40, after a warning at 20",
+        why="where another host compiles or reads so much longer XLA aborts in the first "
+        "collective; who does not come is told by the watchdog",
+    ),
+)
+
+
+def leave_ends_to_the_watchdog() -> None:
+    """Has XLA end no process whose devices wait for each other: for processes with a watchdog.
+
+    Call after `set_environment`, before any device is used. Compiler options do not do: programs
+    on CPUs read this limit from XLA_FLAGS alone, and agreements between processes have no options.
+    """
+    for flag in WATCHED:
+        flags = os.environ.get("XLA_FLAGS", "").strip()
+        is_file = bool(flags) and not flags.startswith("--")
+        # jaxlib would abort on one that it has not.
+        if not is_file and flag.option in jaxlib.known_names() and not has_flag(flag.name):
+            os.environ["XLA_FLAGS"] = f"{flags} --{flag.name}={flag.value}".strip()
 
 
 def set_environment() -> None:
@@ -64,9 +136,12 @@ def set_environment() -> None:
     """
     for variable in VARIABLES:
         os.environ.setdefault(variable.name, variable.value)
-    # XLA takes anything else than flags for the name of a file that holds them.
-    if (flags := os.environ.get("XLA_FLAGS", "")).lstrip().startswith("--"):
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags.startswith("--"):
         os.environ["XLA_FLAGS"] = _without_unknown(flags)
+    # XLA takes anything else for the name of a file that holds flags.
+    elif flags and not os.path.isfile(flags):
+        raise ValueError(f"XLA_FLAGS={flags!r}: write --name=value, or the name of a file of flags")
 
 
 def host_memory_gib() -> float:
@@ -106,7 +181,13 @@ def lines(platform: str) -> Iterator[str]:
                 f"environment: {name}={value}, set by the user; without, {variable.value}: "
                 f"{variable.why}"
             )
-    if flags := os.environ.get("XLA_FLAGS", "").strip():
+    flags = os.environ.get("XLA_FLAGS", "")
+    for flag in WATCHED:
+        text = f"--{flag.name}={flag.value}"
+        if text in flags.split() and flag.name.startswith(f"xla_{platform}_"):
+            yield f"environment: XLA_FLAGS {text} (default: {flag.default}): {flag.why}"
+        flags = flags.replace(text, "")
+    if flags := flags.strip():
         yield f"environment: XLA_FLAGS={flags}, set by the user"
 
 
@@ -118,6 +199,9 @@ def _without_unknown(flags: str) -> str:
             f"XLA_FLAGS: {wrong[1]!r} is not a value of --{wrong[2]}; correct it or take it out"
         )
     unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", said)
+    for word in unknown[1].split() if unknown else ():
+        if re.match(r"-\w", word):
+            raise ValueError(f"XLA_FLAGS: {word!r} begins with one dash; write two")
     for name in re.findall(r"(?<!\S)--(\w+)", unknown[1]) if unknown else ():
         flags = re.sub(rf"""(?<!\S)--{name}(=("[^"]*"|'[^']*'|\S*))?(?!\S)""", "", flags)
         jaxlib.say_once(

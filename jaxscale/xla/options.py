@@ -22,6 +22,10 @@ def _deterministic(config: Any, sizes: dict[str, int]) -> bool:
     return config.deterministic
 
 
+def _in_8_bits(config: Any, sizes: dict[str, int]) -> bool:
+    return config.precision.recipe.value.startswith("fp8")
+
+
 def _unrolled_fsdp(config: Any, sizes: dict[str, int]) -> bool:
     """FSDP and nothing else, all layers in one block of code."""
     return (
@@ -32,7 +36,8 @@ def _unrolled_fsdp(config: Any, sizes: dict[str, int]) -> bool:
 
 def _a_layers_weights(config: Any, sizes: dict[str, int]) -> int:
     """Bytes that one layer's gathered weights fit in, and two layers' do not."""
-    return _and_a_little(config.model.num_layer_params() * config.dtype.itemsize)
+    itemsize = 1 if _in_8_bits(config, sizes) else config.dtype.itemsize
+    return _and_a_little(config.model.num_layer_params() * itemsize)
 
 
 def _a_layers_gradients(config: Any, sizes: dict[str, int]) -> int:
@@ -100,6 +105,15 @@ OPTIONS: tuple[Option, ...] = (
         changes_results=True,
     ),
     IN_ORDER,
+    Option(
+        "xla_gpu_enable_triton_gemm",
+        False,
+        default="true",
+        why="cuBLASLt makes every product in 8 bits, and XLA times its own kernels for each first",
+        gain="none in speed (1%, within the noise); compiling took 4 s instead of 27 (6 layers of "
+        "8B width in plain JAX, one H100, jax 0.11.2)",
+        applies=_in_8_bits,
+    ),
     Option(
         "xla_gpu_graph_min_graph_size",
         1,

@@ -77,6 +77,7 @@ FAMILIES = {module.name for module in pkgutil.iter_modules(models.__path__)} - {
     "families",
     "hugging_face",
     "model_folder",
+    "fp8_weights",
 }
 
 

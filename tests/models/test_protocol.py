@@ -45,6 +45,7 @@ def block(x_BSD, weights, documents, execution):
         "BSD,DF->BSF",
         x_BSD * weights.scale_norm[...].astype(x_BSD.dtype),
         weight=weights.weight,
+        name="weight",
         out="batch seq mlp",
         execution=execution,
     )

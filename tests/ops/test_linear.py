@@ -44,6 +44,7 @@ def sloped(weight_DF, x_BSD, slope_BSF, *, execution):
         x_BSD,
         weight=weight_DF,
         axes="embed mlp",
+        name="up",
         out="batch seq mlp",
         execution=execution,
     )
@@ -100,6 +101,7 @@ def test_a_reduce_dtype_that_is_no_wider_is_the_same_program(product):
                             a[1],
                             weight=a[0],
                             axes="embed mlp",
+                            name="up",
                             out="batch seq mlp",
                             execution=e,
                         )

@@ -32,6 +32,10 @@ def small_config(**changes) -> run_config.Config:
         lean=changes.pop("lean", False),
     )
     mesh = {key: changes.pop(key) for key in list(changes) if hasattr(run_config.MeshConfig(), key)}
+    precision = run_config.PrecisionConfig(emulate=True)
+    for key in [key for key in changes if hasattr(precision, key)]:
+        setattr(precision, key, changes.pop(key))
+    precision.recipe = run_config.Recipe(precision.recipe)
     config = run_config.Config(
         model=llama.Config(
             vocab_size=VOCAB_SIZE,
@@ -50,6 +54,7 @@ def small_config(**changes) -> run_config.Config:
         dtype=run_config.Dtype.FLOAT32,
         mesh=run_config.MeshConfig(**mesh),
         pipeline=pipeline,
+        precision=precision,
     )
     for key, value in changes.items():
         setattr(config, key, value)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.compile import ahead, fit
-from jaxscale.config import Config, Dtype, MeshConfig
+from jaxscale.config import Config, Dtype, MeshConfig, PrecisionConfig
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
@@ -33,7 +33,9 @@ def no_options(monkeypatch):
 
 
 def config_of(*texts):
-    return SimpleNamespace(xla_options=texts, deterministic=False)
+    return SimpleNamespace(
+        xla_options=texts, deterministic=False, precision=PrecisionConfig(), dtype=Dtype.BFLOAT16
+    )
 
 
 def options_of(*texts, platform="gpu", sizes=SIZES, **device):
@@ -125,10 +127,12 @@ def test_an_option_of_another_platform_is_named_and_ignored(caplog):
 def test_the_check_starts_no_device_and_compiles_nothing(tmp_path):
     code = f"""if True:
         from types import SimpleNamespace
+        from jaxscale.config import PrecisionConfig
         from jax._src import xla_bridge
         from jaxscale.xla import options, targets
         texts = ("xla_dump_to={tmp_path}/dump", "xla_gpu_autotune_level=2")
-        config = SimpleNamespace(xla_options=texts, deterministic=True)
+        precision = PrecisionConfig()
+        config = SimpleNamespace(xla_options=texts, deterministic=True, precision=precision)
         sizes, card = {{"fsdp": 1}}, "NVIDIA H200"
         num_ours = sum(option.applies(config, sizes) for option in options.OPTIONS)
         num_ours += targets.recorded_autotune(card) is not None

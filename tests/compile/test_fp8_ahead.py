@@ -1,0 +1,109 @@
+"""The 8B step with products in 8 bits, compiled for H100s that are not here: what becomes of it."""
+
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxscale.compile import ahead
+from jaxscale.config import MeshConfig, Recipe, Remat
+
+pytestmark = [
+    pytest.mark.skipif(ahead.missing() is not None, reason=str(ahead.missing())),
+    # XLA's plugin for CUDA reports on machines without CUDA's libraries.
+    pytest.mark.filterwarnings("ignore"),
+]
+LAYERS = 2
+# Products of a layer: with qkv, out, gate, up and down; each with its two gradients.
+PRODUCTS = 3 * 5
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$", re.MULTILINE)
+
+
+def compiled_8b(**changes) -> str:
+    """Two layers of it, unrolled."""
+    path = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
+    spec = importlib.util.spec_from_file_location("llama3_8b", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config()
+    config.model = dataclasses.replace(config.model, num_layers=LAYERS)
+    config.data.max_documents_per_row, config.scan_unroll = 8, LAYERS
+    config.remat, config.batch_size = Remat.GEMMS, 8
+    precision = changes.pop("precision")
+    config.precision = dataclasses.replace(config.precision, **precision)
+    config = dataclasses.replace(config, **changes)
+    devices = ahead.devices_of("h100", hosts=1, gpus_per_host=8)
+    return ahead.text_of(ahead.compile_update(config, devices))
+
+
+@pytest.fixture(scope="module")
+def tensorwise() -> str:
+    """FSDP 8, weights gathered once."""
+    return compiled_8b(precision=dict(recipe=Recipe.FP8_TENSORWISE))
+
+
+@pytest.fixture(scope="module")
+def rowwise() -> str:
+    """FSDP 4 with tensor 2, weights gathered again in the backward pass, their gradients wide."""
+    return compiled_8b(
+        precision=dict(recipe=Recipe.FP8_ROWWISE, weight_gradients=False),
+        mesh=MeshConfig(fsdp=4, tensor=2),
+    )
+
+
+@pytest.fixture(params=["tensorwise", "rowwise"])
+def hlo(request) -> str:
+    return request.getfixturevalue(request.param)
+
+
+def num_products(hlo: str) -> tuple[int, int]:
+    """(in 8 bits, others), without those of the loss."""
+    calls = [line for line in hlo.splitlines() if 'custom_call_target="__cublas' in line]
+    narrow = sum("$f8" in line for line in calls)
+    return narrow, sum("jvp(loss)" not in line for line in calls) - narrow
+
+
+def test_every_product_of_a_layer_is_one_of_operands_in_8_bits(tensorwise):
+    assert num_products(tensorwise) == (LAYERS * PRODUCTS, 0)
+    assert "__triton_gemm" not in tensorwise
+
+
+def test_weights_gradients_can_be_left_out(rowwise):
+    assert num_products(rowwise) == (LAYERS * 10, LAYERS * 5)
+
+
+def test_weights_are_gathered_in_8_bits(hlo):
+    """A layer's are 4096 x 14336 and smaller; the tables', of the loss, are in bfloat16."""
+    gathered = [
+        types
+        for _, types, operation, _ in INSTRUCTION.findall(hlo)
+        if operation in ("all-gather", "all-gather-start")
+    ]
+    shapes = {shape for types in gathered for shape in re.findall(r"(\w+\[[\d,]+\])", types)}
+    assert any(shape.startswith(("f8e4m3fn[4096,", "u8[4096,")) for shape in shapes), shapes
+    wide = [shape for shape in shapes if re.match(r"(bf16|f32)\[4096,(7168|14336|8,6,128)", shape)]
+    assert not wide
+
+
+def test_nothing_that_was_quantised_is_made_wide_again(hlo):
+    types = {name: type_ for name, type_, _, _ in INSTRUCTION.findall(hlo)}
+    widened = [
+        (type_, arguments)
+        for _, type_, operation, arguments in INSTRUCTION.findall(hlo)
+        if operation == "convert"
+        and types.get(arguments.split(")")[0].lstrip("%"), "").startswith("f8")
+    ]
+    assert not widened
+
+
+def test_a_layers_scales_cost_no_collective_of_activations(tensorwise):
+    """Weights' largest values alone are compared between devices, many in a call."""
+    reduced = [
+        types
+        for _, types, operation, _ in INSTRUCTION.findall(tensorwise)
+        if operation in ("all-reduce", "all-reduce-start")
+    ]
+    assert len(reduced) <= 2 * LAYERS + 3

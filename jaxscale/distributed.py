@@ -112,10 +112,10 @@ def _start_watch(launch: Launch, *, seconds: int, advice: str) -> None:
         )
 
 
-def at(step: int | None, phase: str, *, allowed: float) -> None:
+def at(step: int | None, phase: str, *, allowed: float, batch: int = 0) -> None:
     """Tells the watchdog of this process, if it has one, where it is: see `Watched.at`."""
     if _watch is not None:
-        _watch.at(step, phase, allowed=allowed)
+        _watch.at(step, phase, allowed=allowed, batch=batch)
 
 
 @contextlib.contextmanager
@@ -320,11 +320,12 @@ def every_process_has(row: np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(row))
 
 
-def meet(place: str, trouble: str, *, timeout_seconds: float) -> list[str]:
+def meet(place: str, trouble: str, *, timeout_seconds: float, lane: str = "") -> list[str]:
     """Waits for all processes at a place; what those that came with trouble said, and who they are.
 
-    The same list on each. No collective: for threads beside the training, one meeting at a time.
-    place: another one each time. Raises jax.errors.JaxRuntimeError if somebody does not come.
+    The same list on each. No collective: for threads beside the training, one meeting at a time in
+    each lane. place: another one each time. Raises jax.errors.JaxRuntimeError if somebody does not
+    come.
     """
     client = jax_distributed.global_state.client
     assert client is not None
@@ -332,7 +333,7 @@ def meet(place: str, trouble: str, *, timeout_seconds: float) -> list[str]:
         me = f"process {jax.process_index()} (host {socket.gethostname()})"
         client.key_value_set(f"{place}/{jax.process_index():06}", f"{me}: {trouble}")
     # One name for all: the service keeps what it knows of each for ever.
-    client.wait_at_barrier("jaxscale/meeting", round(1000 * timeout_seconds))
+    client.wait_at_barrier(f"jaxscale/meeting{lane}", round(1000 * timeout_seconds))
     return [said for _, said in sorted(client.key_value_dir_get(f"{place}/"))]
 
 

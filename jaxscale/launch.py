@@ -94,6 +94,8 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch | None:
         raise ValueError(
             f"{_name(environ, PROCESS_ID)}={process} must be below "
             f"{_name(environ, NUM_PROCESSES)}={num}: they count from 0"
+            + f" (what is not set is as {found.launcher} has it)"
+            * (found.launcher != EXPLICIT)
         )
     if num == 1:
         return None
@@ -115,15 +117,17 @@ def _slurm(environ: Mapping[str, str]) -> _Found | None:
     num = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
     if "SLURM_STEP_ID" not in environ or num == "1":
         return None
-    numbers = (environ.get(name, "0") for name in ("SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
-    # With the restarts, a job that comes back does not meet what is left of its former self.
-    number = _number(environ, "SLURM_JOB_ID", default="0") * 7 + sum(int(text) for text in numbers)
+    job, step, restart = (
+        _number(environ, f"SLURM_{what}", default="0")
+        for what in ("JOB_ID", "STEP_ID", "RESTART_COUNT")
+    )
     return _Found(
         "SLURM",
         num_processes=_number(environ, "SLURM_STEP_NUM_TASKS", default=num),
         process=_number(environ, "SLURM_PROCID"),
         host=first_host(environ.get("SLURM_STEP_NODELIST", "")),
-        number=number,
+        # With the restarts, a job that comes back does not meet what is left of its former self.
+        number=job * 7 + step + restart,
         local=_number(environ, "SLURM_LOCALID", default="0"),
         num_local=_tasks_here(environ),
     )
@@ -191,7 +195,10 @@ def _coordinator(environ: Mapping[str, str], found: _Found, *, named: list[str])
         if found.host is None:
             raise ValueError(_missing(COORDINATOR, named, launcher=found.launcher))
         port = FIRST_PORT + found.number % NUM_PORTS
-        return found.host, _whole_number(environ, PORT, default=port, named=named)
+        port = _whole_number(environ, PORT, default=port, named=named)
+        if not 0 < port < 2**16:
+            raise ValueError(f"{_name(environ, PORT)}={port}: write a port from 1 to 65535")
+        return found.host, port
     host, _, port_text = address.rpartition(":")
     host = host.strip("[]")
     if not host or not (port_text.isascii() and port_text.isdigit() and 0 < int(port_text) < 2**16):

@@ -36,10 +36,10 @@ def main() -> int:
     arguments = parse()
     try:
         environments = environments_of(arguments.n, arguments.cpu_devices)
+        processes = Processes(arguments.command, environments)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    processes = Processes(arguments.command, environments)
     # Before anything is printed: who reads that a process is ready may send a signal.
     for signum in FORWARDED:
         signal.signal(signum, lambda number, frame: processes.send(number))
@@ -56,10 +56,16 @@ def parse() -> argparse.Namespace:
         "--cpu-devices", type=int, default=1, help="CPU devices of each process, without GPUs"
     )
     parser.add_argument("command", nargs="+", help="after --: a script of Python, or a program")
-    arguments = parser.parse_args()
+    arguments, unknown = parser.parse_known_args()
+    if unknown:
+        parser.error(
+            f"{unknown[0]}: write -- in front of the command, as in -n 2 -- scripts/train.py"
+        )
     if arguments.n < 1 or arguments.cpu_devices < 1:
         parser.error("-n and --cpu-devices are 1 or more")
     if arguments.command[0].endswith(".py"):
+        if not Path(arguments.command[0]).is_file():
+            parser.error(f"{arguments.command[0]}: no such file; name a script")
         arguments.command = [sys.executable, "-u", *arguments.command]
     return arguments
 
@@ -135,7 +141,7 @@ class Processes:
                 for environment in environments
             ]
         except OSError as error:
-            raise SystemExit(f"error: {shlex.join(command)}: {error.strerror}") from None
+            raise ValueError(f"{command[0]} cannot be started: {error.strerror}") from None
         self._readers = [
             threading.Thread(target=self._read, args=[number], daemon=True)
             for number in range(len(environments))

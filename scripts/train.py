@@ -66,9 +66,10 @@ def join_processes() -> None:
     import jax
 
     from jaxscale import distributed
-    from jaxscale.xla.environment import set_environment
+    from jaxscale.xla.environment import leave_ends_to_the_watchdog, set_environment
 
     set_environment()
+    leave_ends_to_the_watchdog()
     distributed.initialize(command_to_repeat())
     # Asking who leads touches the devices, so a process that is alone is not asked.
     is_lead = not jax.distributed.is_initialized() or distributed.is_lead()

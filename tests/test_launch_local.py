@@ -153,4 +153,4 @@ def test_a_mistake_is_told(spawn):
     process = spawn([sys.executable, SCRIPT, "-n", "0", "--", "x"], stderr=subprocess.PIPE)
     assert "-n and --cpu-devices are 1 or more" in process.communicate(timeout=PATIENCE)[1]
     process = spawn([sys.executable, SCRIPT, "-n", "1", "--", "/no"], stderr=subprocess.PIPE)
-    assert "error: /no: No such file" in process.communicate(timeout=PATIENCE)[1]
+    assert "error: /no cannot be started: No such file" in process.communicate(timeout=PATIENCE)[1]

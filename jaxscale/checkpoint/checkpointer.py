@@ -30,8 +30,10 @@ from jaxscale import distributed
 from jaxscale.checkpoint import checksums
 from jaxscale.checkpoint import leaves as state_leaves
 from jaxscale.checkpoint.folders import StepFolders
+from jaxscale.checkpoint.parts import Part, copy_parts, is_index
 from jaxscale.checkpoint.quiet import leave_out_late_writes, quieten_orbax
 from jaxscale.checkpoint.together import (
+    COPYING,
     SaveFailed,
     Together,
     file_names,
@@ -64,15 +66,16 @@ class CheckpointError(RuntimeError):
 class Checkpointer:
     """Saves and restores steps in `folder`, which every process must share.
 
-    One save is in flight at a time.
+    One save is in flight at a time. With `start` the folder is this process's own, and holds its
+    part of each step, which `gather` of another Checkpointer reads.
     """
 
-    def __init__(self, folder: Path | str, *, keep_last: int, keep_every: int = 0):
+    def __init__(self, folder: Path | str, *, keep_last: int, keep_every: int = 0, start: str = ""):
         """Keeps the `keep_last` newest steps, and for ever those divisible by `keep_every`.
 
         keep_every=0 keeps none for ever. keep_last=0 opens the folder for reading only: nothing is
-        created and save() raises. Raises ValueError when the folder cannot be written to. Call on
-        every process.
+        created and save() raises. start: another name at each start, the same on all processes.
+        Raises ValueError when the folder cannot be written to. Call on every process.
         """
         if keep_last < 0 or keep_every < 0:
             raise ValueError(
@@ -81,6 +84,7 @@ class Checkpointer:
         self._folder = Path(folder).absolute()
         self._steps = StepFolders(self._folder)
         self._keep_last, self._keep_every = keep_last, keep_every
+        self._start, self._num_saves = start, 0
         # For `tiers.py`: called with a step that has its name; and steps that must not be deleted.
         self.on_published: Callable[[int], None] = lambda step: None
         self.pinned: set[int] = set()
@@ -94,10 +98,19 @@ class Checkpointer:
         self._has_failed = False
         self._tell_late_writes = leave_out_late_writes()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        whose = ocp.options.MultiprocessingOptions(primary_host=None if start else 0)
         # Without compression a save of random float32 takes half the time; the files are 9% larger.
+        self._handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=True, use_compression=False, multiprocessing_options=whose
+        )
+        # What makes one index of those of all processes, and refuses a part alone.
+        self._make_index = self._handler.finalize
+        if start:
+            self._handler.finalize = lambda directory: None
         self._orbax = ocp.AsyncCheckpointer(
-            ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False),
+            self._handler,
             timeout_secs=SAVE_TIMEOUT_SECONDS,
+            multiprocessing_options=whose,
             # Where its own barriers would wait for a process that has failed.
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=SAVE_TIMEOUT_SECONDS,
@@ -136,6 +149,7 @@ class Checkpointer:
         record = _metadata_to_json({"step": step, "metadata": metadata, "leaves": leaves})
         self._wait_for_previous(step)
         saving = self._steps.saving(step)
+        self._num_saves += 1
         self._together = Together(SAVE_TIMEOUT_SECONDS)
         try:
             self._start_saving(saving, state, record=record)
@@ -243,6 +257,35 @@ class Checkpointer:
         self._retire(step)
         return sum(size for size, _ in files.values())
 
+    def gather(self, step: int, parts: dict[int, Path], *, num_parts: int) -> int:
+        """Copies a step in of which each process has parts, as `adopt`; returns the lead's bytes.
+
+        parts: those that this process copies, by their number; each of `num_parts` is copied by one
+        process. Raises CheckpointError on all if one fails. Call on every process; no save is in
+        flight in this folder.
+        """
+        saving = self._steps.saving(step)
+        together = Together(SAVE_TIMEOUT_SECONDS, lane=COPYING)
+        try:
+            with together.part():
+                if distributed.is_lead():
+                    self._put_damaged_aside()
+                    self._steps.clear()
+                    (saving / STATE).mkdir(parents=True)
+            with together.part():
+                _wait_to_see(saving / STATE)
+                files = copy_parts(parts, saving)
+            with together.telling():
+                if distributed.is_lead() and num_parts > 1:
+                    self._make_index(saving / STATE)
+                    made = [name for name in file_names(saving) if is_index(name, state=STATE)]
+                    files |= checksums.compute(saving, made)
+                num_bytes = self._publish(step, files, together=together)
+                together.meet()
+        except Exception as error:  # whatever TensorStore raised
+            raise self._save_error(step, error) from error
+        return num_bytes
+
     def wait(self) -> None:
         """Waits for the save in flight. Raises CheckpointError if it failed, on any process.
 
@@ -272,14 +315,22 @@ class Checkpointer:
 
     def _start_saving(self, saving: Path, state: Any, *, record: bytes) -> None:
         with self._together.part():
-            if distributed.is_lead():
+            if self._changes_folder():
                 self._put_damaged_aside()
                 self._steps.clear()
                 saving.mkdir()
                 write_atomically(saving / METADATA, record)
+                if self._start:
+                    save = f"{self._start}-{self._num_saves}"
+                    part = Part(jax.process_index(), of=jax.process_count(), save=save)
+                    part.write(saving)
         with self._together.part():
             _wait_to_see(saving / METADATA)
         self._orbax.save(saving / STATE, args=ocp.args.PyTreeSave(state))
+
+    def _changes_folder(self) -> bool:
+        """Whether this process makes, renames and deletes what is in the folder."""
+        return bool(self._start) or distributed.is_lead()
 
     def _put_damaged_aside(self) -> None:
         for step in self._defects:
@@ -305,28 +356,43 @@ class Checkpointer:
             write_seconds = time.monotonic() - begin
             # Each process reads back what it wrote, out of its own page cache.
             me, names = jax.process_index(), file_names(saving)
-            mine = [name for name in names if writer_of(name, state=STATE) == me]
-            files = checksums.compute(saving, mine)
-            if not distributed.is_lead():
-                write_atomically(saving / f"{CHECKSUMS}.{me}", checksums.to_json(files))
-            together.meet()
+            mine = [name for name in names if self._start or writer_of(name, state=STATE) == me]
+            num_bytes = self._publish(step, checksums.compute(saving, mine), together=together)
             if distributed.is_lead():
-                files |= other_processes_checksums(saving, timeout_seconds=SEEN_SECONDS)
-                missing = sorted(set(file_names(saving)) - set(files))
-                assert not missing, f"no process checksummed {missing}"
-                checksums.write(saving, files)
-                self._steps.publish(step)
-                num_bytes = sum(size for size, _ in files.values())
                 log.info(
-                    "saved step %d: %.3f GB, written in %.1f s, checked and in place after %.1f s",
+                    "saved step %d%s: %.3f GB, written in %.1f s, checked and in place after %.1f "
+                    "s",
                     step,
+                    ", the part of process 0" if self._start else "",
                     num_bytes / 1e9,
                     write_seconds,
                     time.monotonic() - begin,
                 )
-                self.on_published(step)
-                self._retire(step)
             together.meet()
+        # Only now: no process hears of a save that has failed on another.
+        if self._changes_folder():
+            self.on_published(step)
+
+    def _publish(self, step: int, files: checksums.Files, *, together: Together) -> int:
+        """Once all processes have done their part: checksums, and the step's name.
+
+        files: those that this process answers for. Returns the bytes as far as it knows them.
+        """
+        saving = self._steps.saving(step)
+        if not self._changes_folder():
+            write_atomically(
+                saving / f"{CHECKSUMS}.{jax.process_index()}", checksums.to_json(files)
+            )
+        together.meet()
+        if self._changes_folder():
+            if not self._start:
+                files |= other_processes_checksums(saving, timeout_seconds=SEEN_SECONDS)
+            missing = sorted(set(file_names(saving)) - set(files))
+            assert not missing, f"no process checksummed {missing}"
+            checksums.write(saving, files)
+            self._steps.publish(step)
+            self._retire(step)
+        return sum(size for size, _ in files.values())
 
     def _retire(self, step: int) -> None:
         self._steps.retire(

@@ -43,6 +43,8 @@ def _is_news(record: logging.LogRecord) -> bool:
     # Some 60 lines a save are at level INFO. What has a traceback is raised as well.
     if "orbax" not in record.pathname:
         return True
+    if "primary_host=None" in record.getMessage():  # of a process's own folder: it logs no sizes
+        return False
     return record.levelno >= logging.WARNING and not record.exc_info
 
 

@@ -1,11 +1,16 @@
 """Checkpoints on a fast disk of the host, copied to the folder that all hosts share.
 
     LOCAL/ID/1200/             as in a checkpoint folder, the last two
+    LOCAL/ID/part-3/1200/      of several hosts: what process 3 wrote of it, on its own host
     LOCAL/ID/workdir           whose they are; ID is in WORKDIR/checkpoints/local_id
     WORKDIR/checkpoints/1200/  a copy, compared with its checksums before it gets its name
 
 A save takes what the fast disk takes; a process that is killed goes on from the newer of the two. A
 host that is lost takes with it what was not copied.
+
+Of several hosts none has a whole step, and after a restart a process may need what another host
+has: what is newer on their disks is copied first, each part by a process of its host, and all is
+restored from the shared folder, into any layout.
 """
 
 import contextlib
@@ -22,9 +27,12 @@ from typing import Any
 import jax
 
 from jaxscale import distributed
-from jaxscale.checkpoint.checkpointer import Checkpointer, CheckpointError
+from jaxscale.checkpoint import parts
+from jaxscale.checkpoint.checkpointer import SAVE_TIMEOUT_SECONDS, Checkpointer, CheckpointError
+from jaxscale.checkpoint.parts import Part
+from jaxscale.checkpoint.together import COPYING
 from jaxscale.config import CheckpointConfig
-from jaxscale.files import write_atomically
+from jaxscale.files import require_writable, telling, write_atomically
 
 KEEP_LOCAL = 2
 ID, WORKDIR = "local_id", "workdir"
@@ -35,20 +43,37 @@ log = logging.getLogger(__name__)
 def open_checkpoints(config: CheckpointConfig, folder: Path) -> "Checkpointer | TieredCheckpointer":
     """The checkpoints of a run. Raises ValueError for folders that cannot be written to."""
     shared = Checkpointer(folder, keep_last=config.keep_last, keep_every=config.keep_every)
-    if not config.local:
+    local = Path(config.local).expanduser().absolute()
+    disks = distributed.every_process_says(f"{socket.gethostname()}:{local}" * bool(config.local))
+    if not any(disks):
         return shared
-    hosts = set(distributed.every_process_says(socket.gethostname()))
-    if len(hosts) > 1:
+    if not all(disks):
         raise ValueError(
-            f"config.checkpoint.local={config.local!r}: it is for runs of one host, and this one "
-            f"has {len(hosts)}; set config.checkpoint.local=''"
+            f"config.checkpoint.local: process {disks.index('')} has none, and others have; set a "
+            "folder on each host, or none"
         )
-    local = Path(config.local).expanduser() / _id_of(folder)
-    fast = Checkpointer(local, keep_last=KEEP_LOCAL)
-    if distributed.is_lead():
-        write_atomically(local / WORKDIR, str(folder.absolute()).encode())
-        _remove_others(local.parent)
-    return TieredCheckpointer(fast, shared, keep_every=config.keep_every)
+    what = f"config.checkpoint.local={config.local!r} cannot be written to"
+    with telling(what, "set it to another folder, or to '' for none"):
+        require_writable(local)
+    me, home = jax.process_index(), local / _id_of(folder)
+    home.mkdir(exist_ok=True)
+    if disks.index(disks[me]) == me:
+        write_atomically(home / WORKDIR, str(folder.absolute()).encode())
+        _remove_others(local)
+    is_one_disk = len(set(disks)) == 1
+    here = parts.find(home) | ({} if is_one_disk else parts.find_whole(home))
+    if _gather_newest(here, shared) and disks.index(disks[me]) == me:
+        # Of an earlier start, with other processes here.
+        mine = [] if is_one_disk else [n for n, disk in enumerate(disks) if disk == disks[me]]
+        keeps = {parts.folder_of(home, process) for process in mine}
+        for path in {path for path in here.values() if path.parent not in keeps}:
+            shutil.rmtree(path, ignore_errors=True)
+    if is_one_disk:
+        fast = Checkpointer(home, keep_last=KEEP_LOCAL)
+        return TieredCheckpointer(fast, shared, keep_every=config.keep_every)
+    start = distributed.every_process_says(uuid.uuid4().hex[:16])[0]
+    fast = Checkpointer(parts.folder_of(home, me), keep_last=KEEP_LOCAL, start=start)
+    return PartedCheckpointer(fast, shared, keep_every=config.keep_every)
 
 
 class TieredCheckpointer:
@@ -58,7 +83,7 @@ class TieredCheckpointer:
         self._fast, self._shared, self._keep_every = fast, shared, keep_every
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="copy")
         self._copies: list[Future] = []
-        self._newest, self._lock = -1, threading.Lock()
+        self._newest, self._num_meetings, self._lock = -1, 0, threading.Lock()
         fast.on_published = self._begin_copy
 
     def __enter__(self) -> "TieredCheckpointer":
@@ -110,8 +135,11 @@ class TieredCheckpointer:
     def wait(self) -> None:
         """Until the last step is in both folders. Raises CheckpointError if it is not."""
         self._fast.wait()
-        while self._copies:
-            self._copies.pop(0).result()
+        copies, self._copies = self._copies, []
+        for copy in copies[:-1]:
+            _tell_failure(copy)
+        for copy in copies[-1:]:
+            copy.result()
 
     def close(self) -> None:
         """Waits, and ends the threads."""
@@ -123,7 +151,7 @@ class TieredCheckpointer:
                 tier.close()
 
     def _begin_copy(self, step: int) -> None:
-        """In the thread that gave the step its name, on the lead."""
+        """In the thread that gave the step its name, on the lead; of parts on each process."""
         with self._lock:
             self._newest = step
         self._fast.pinned.add(step)
@@ -131,23 +159,105 @@ class TieredCheckpointer:
 
     def _copy(self, step: int) -> None:
         try:
-            is_kept = self._keep_every and step % self._keep_every == 0
-            if step < self._newest and not is_kept:
-                return  # the disk that is shared is slower than the run saves
+            if not self._is_wanted(step):
+                return
             began = time.monotonic()
-            num_bytes = self._shared.adopt(step, self._fast.folder_of(step))
-            log.info(
-                "copied step %d: %.3f GB in %.1f s", step, num_bytes / 1e9, time.monotonic() - began
-            )
+            num_bytes = self._bring(step)
+            if distributed.is_lead():
+                log.info(
+                    "copied step %d: %.3f GB in %.1f s",
+                    step,
+                    num_bytes / 1e9,
+                    time.monotonic() - began,
+                )
         finally:
             self._fast.pinned.discard(step)
+
+    def _is_wanted(self, step: int) -> bool:
+        """False for a step that the shared disk was too slow for, and that is not kept for good."""
+        is_kept = self._keep_every and step % self._keep_every == 0
+        return bool(step >= self._newest or is_kept)
+
+    def _bring(self, step: int) -> int:
+        """Returns the bytes of the step."""
+        return self._shared.adopt(step, self._fast.folder_of(step))
 
     def _tell_failed_copies(self) -> None:
         done = [copy for copy in self._copies if copy.done()]
         self._copies = [copy for copy in self._copies if copy not in done]
         for copy in done:
-            if error := copy.exception():
-                log.error("%s. Training goes on; it is on the local disk alone", error)
+            _tell_failure(copy)
+
+
+class PartedCheckpointer(TieredCheckpointer):
+    """Of several hosts: `fast` holds a process's own parts, and all else is of `shared`."""
+
+    def restore(
+        self, abstract_state: Any, step: int | None = None, *, before: int | None = None
+    ) -> tuple[int, Any, dict] | None:
+        """As `Checkpointer.restore`, once all that was saved is copied; what failed is told."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if distributed.is_lead():
+                log.error("%s", error)
+        return self._shared.restore(abstract_state, step, before=before)
+
+    def latest_step(self) -> int | None:
+        """As `Checkpointer.latest_step`: of what is copied."""
+        return self._shared.latest_step()
+
+    def metadata(self, step: int) -> dict:
+        """As `Checkpointer.metadata`."""
+        return self._shared.metadata(step)
+
+    def _is_wanted(self, step: int) -> bool:
+        """The same on each process: not if it is late on one."""
+        late = "" if super()._is_wanted(step) else "late"
+        self._num_meetings += 1
+        place = f"jaxscale/late/{self._num_meetings}"
+        return not distributed.meet(place, late, timeout_seconds=SAVE_TIMEOUT_SECONDS, lane=COPYING)
+
+    def _bring(self, step: int) -> int:
+        part = {jax.process_index(): self._fast.folder_of(step)}
+        return self._shared.gather(step, part, num_parts=jax.process_count())
+
+
+def _tell_failure(copy: Future) -> None:
+    if (error := copy.exception()) and distributed.is_lead():
+        log.error("%s. Training goes on; it is on the local disk alone", error)
+
+
+def _gather_newest(here: dict[tuple[int, Part], Path], shared: Checkpointer) -> bool:
+    """Copies the newest step that is on the local disks, all parts of it, and not in the workdir.
+
+    False, and it says so, where a newer one cannot be had. Call on every process. here: the parts
+    that it sees.
+    """
+    me, troubles = jax.process_index(), []
+    (latest,) = distributed.lead_says([shared.latest_step() or 0])
+    for step, holders in parts.newest_first(distributed.every_process_says(parts.to_json(here))):
+        num_parts = next(iter(holders)).of
+        if step <= latest:
+            break
+        if missing := set(range(num_parts)) - {part.number for part in holders}:
+            troubles.append(
+                f"step {step} on the local disks lacks the part of process {min(missing)} of "
+                f"{num_parts}: its host is not among these, or its disk was emptied"
+            )
+            continue
+        mine = {part.number: here[step, part] for part in holders if holders[part] == me}
+        try:
+            num_bytes = shared.gather(step, mine, num_parts=num_parts)
+        except CheckpointError as error:
+            troubles.append(str(error))
+            continue
+        if distributed.is_lead():
+            log.info("step %d is newer on the local disks: copied, %.3f GB", step, num_bytes / 1e9)
+        latest = step
+    if troubles and distributed.is_lead():
+        log.warning("%s. Going on from %s", troubles[0], f"step {latest}" if latest else "nothing")
+    return not troubles
 
 
 def _id_of(folder: Path) -> str:

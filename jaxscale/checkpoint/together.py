@@ -4,6 +4,7 @@ A process that fails says so to the others, where they would wait for it. They m
 service of keys and barriers, not by collectives: a save goes on in a thread beside the training.
 """
 
+import collections
 import contextlib
 import itertools
 import json
@@ -18,7 +19,10 @@ import jax
 from jaxscale import distributed
 from jaxscale.checkpoint.checksums import NAME as CHECKSUMS
 
-_numbers = itertools.count()
+# The lane of copies, which go on beside saves.
+COPYING = "/copying"
+# Of the meetings of each lane: threads take turns in another order on each process.
+_numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 class SaveFailed(RuntimeError):
@@ -28,10 +32,13 @@ class SaveFailed(RuntimeError):
 class Together:
     """The meetings of one save. Every process makes one for each save, in the same order."""
 
-    def __init__(self, timeout_seconds: float):
-        """timeout_seconds: how long a meeting waits for the last; a dead process ends it sooner."""
-        self._name = f"jaxscale/save/{next(_numbers)}"
-        self._timeout_seconds = timeout_seconds
+    def __init__(self, timeout_seconds: float, *, lane: str = ""):
+        """timeout_seconds: how long a meeting waits for the last; a dead process ends it sooner.
+
+        lane: one save at a time in each.
+        """
+        self._name = f"jaxscale/save{lane}/{next(_numbers[lane])}"
+        self._timeout_seconds, self._lane = timeout_seconds, lane
         self._num_meetings, self._is_over = 0, False
 
     def meet(self, error: BaseException | None = None) -> None:
@@ -48,6 +55,7 @@ class Together:
             f"{self._name}/{self._num_meetings}",
             _in_a_line(error) if error is not None else "",
             timeout_seconds=self._timeout_seconds,
+            lane=self._lane,
         )
         if said:
             raise SaveFailed("; ".join(said)) from error

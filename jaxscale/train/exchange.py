@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from jaxscale import distributed
 from jaxscale import sharding as shd
 from jaxscale.checkpoint.checkpointer import Checkpointer
 from jaxscale.config import Config
@@ -17,13 +18,14 @@ def import_model(config: Config, workdir: Path) -> None:
 
     Raises ValueError if the workdir holds a checkpoint, and for what a run would refuse.
     """
+    folder = open_pretrained(config)
+    assert folder is not None, "config.init_from names one"
     check_workdir(workdir, config)
     corpus = corpus_of_run(config)
+    distributed.describe()  # refuses a platform that is not here, which Orbax asks for
     with only_run(workdir), Checkpointer(workdir / "checkpoints", keep_last=1) as checkpoints:
         if (step := checkpoints.latest_step()) is not None:
             raise ValueError(f"--workdir={workdir} holds step {step}; choose another")
-        folder = open_pretrained(config)
-        assert folder is not None, "config.init_from names one"
         plan = plan_of_run(config, corpus=corpus)
         with shd.use(plan.mesh, plan.rules):
             state = with_pretrained(init_state(plan), folder, plan=plan)

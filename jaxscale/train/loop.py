@@ -53,9 +53,9 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
                 record.profile_until(step)
                 run.do_what_is_due(step, state, batch=batch, record=record)
             is_interrupted = step < config.steps
-            with record.paused("evaluation"):
+            with record.paused("evaluation") as progress:
                 if step > first_step and not is_interrupted:
-                    last_loss = run.evaluate(state)
+                    last_loss = run.evaluate(state, progress)
                     record.evaluation(step, last_loss)
             # After the evaluation: what a checkpoint's step has measured is on record, also if the
             # run is killed here.

@@ -18,7 +18,7 @@ from jaxscale.metrics.meter import Meter
 from jaxscale.metrics.writers import Writers, open_writers
 from jaxscale.train.bad_steps import FILE as BAD_BATCHES
 from jaxscale.train.bad_steps import BadSteps
-from jaxscale.train.pace import Pace
+from jaxscale.train.pace import Pace, Progress
 from jaxscale.train.profile import Profile
 
 log = logging.getLogger(__name__)
@@ -147,17 +147,16 @@ class Recorder:
         self._pace.tell(step, "step")
 
     @contextlib.contextmanager
-    def paused(self, phase: str) -> Iterator[None]:
+    def paused(self, phase: str) -> Iterator[Progress]:
         """Around what is no part of a step: records what is outstanding, then stops the clock.
 
-        phase: its name in a profile, and what its time counts as. Raises BadStepError before.
+        phase: its name in a profile, and what its time counts as. Yields what an evaluation tells
+        its progress. Raises BadStepError before.
         """
         self._write(self._meter.flush())
-        began = time.perf_counter()
         self._pace.tell(self._step, phase)
         with jax.profiler.TraceAnnotation(phase), self._goodput.phase(phase):
-            yield
-        self._pace.took(phase, time.perf_counter() - began)
+            yield Progress(self._pace, step=self._step)
         self._pace.tell(self._step, "step")
         self._meter.restart()
 

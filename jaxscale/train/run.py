@@ -36,6 +36,7 @@ from jaxscale.train import preflight
 from jaxscale.train.bad_steps import BadStepError, BadSteps
 from jaxscale.train.evaluate import make_evaluate
 from jaxscale.train.integrity import Integrity
+from jaxscale.train.pace import Progress
 from jaxscale.train.recorder import HeldOut, Recorder, still
 from jaxscale.train.sample import sample_text
 from jaxscale.train.stop import Interrupts, interrupts
@@ -175,14 +176,14 @@ class Run:
         return Integrity(self.update.plan, hosts=self.hosts, command=self.command)
 
     @functools.cached_property
-    def evaluate(self) -> Callable[[TrainState], float]:
+    def evaluate(self) -> Callable[[TrainState, Progress], float]:
         """The mean loss over the first config.evaluation.batches held-out batches."""
         return make_evaluate(self.plan, self.corpus)
 
     def first_loss(self, state: TrainState) -> float:
         """The held-out loss that the run begins with."""
         with self.goodput.phase("evaluation"):
-            return self.evaluate(state)
+            return self.evaluate(state, Progress())
 
     def restore_or_init(self) -> tuple[TrainState, int]:
         """The newest sound state and its step, else the first."""
@@ -293,8 +294,8 @@ class Run:
             with record.paused("integrity"):
                 self.check(step, state, batch=batch, record=record)
         if self.is_due(self.config.evaluation.every, step):
-            with record.paused("evaluation"):
-                record.evaluation(step, self.evaluate(state))
+            with record.paused("evaluation") as progress:
+                record.evaluation(step, self.evaluate(state, progress))
         if self.is_save_due(step):
             with record.paused("checkpoint"):
                 self.save(step, state, record=record)

@@ -1,9 +1,13 @@
 """Which process of a run is stuck, from what the watchdogs of all of them report."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from jaxscale.watch.ward import STATES, place
 
+# The phase of reading a batch of an evaluation.
+HELD_OUT_DATA = "held-out data"
 MOST_FRAMES = 30
 
 
@@ -11,14 +15,16 @@ MOST_FRAMES = 30
 class Report:
     """Of one process. who: [process, host, pid]. step: updates done, None before the first.
 
-    phase: "step", "data", or what it pauses for. seconds: since it last told where it is. allowed:
-    how many of them are; 0: any number. state: the letter of /proc/PID/stat. stopped_seconds: how
-    long that was T. stack: of its main thread, the innermost frame first; "" where none came.
+    phase: "step", "data", or what it pauses for. batch: of such a phase, from 1; 0 where it has
+    none. seconds: since it last told where it is. allowed: how many of them are; 0: any number.
+    state: the letter of /proc/PID/stat. stopped_seconds: how long that was T. stack: of its main
+    thread, the innermost frame first; "" where none came.
     """
 
     who: list
     step: int | None
     phase: str
+    batch: int
     seconds: float
     allowed: float
     state: str
@@ -63,16 +69,28 @@ def _odd_ones(reports: list[Report]) -> list[Report]:
     """Those whose doing explains that the others wait; all of them where nothing tells."""
     if stopped := [report for report in reports if report.state == "T"]:
         return stopped
-    steps = [-1 if report.step is None else report.step for report in reports]
-    if min(steps) < max(steps):
-        return [report for report, step in zip(reports, steps, strict=True) if step == min(steps)]
-    if elsewhere := [report for report in reports if report.phase != "step"]:
+    if behind := _least(reports, key=lambda report: -1 if report.step is None else report.step):
+        return behind
+    if elsewhere := _least(reports, key=lambda report: report.phase == "step"):
         return elsewhere
+    are_in_batches = all(report.batch for report in reports)
+    # To read a batch comes before what the devices do with it.
+    if are_in_batches and (
+        behind := _least(reports, key=lambda report: (report.batch, report.phase != HELD_OUT_DATA))
+    ):
+        return behind
     places = [place(report.stack) for report in reports]
     commonest = max(set(places), key=places.count)
     is_clear = places.count(commonest) > len(places) / 2
     odd = [report for report, at in zip(reports, places, strict=True) if at != commonest]
     return odd if odd and is_clear else reports
+
+
+def _least(reports: list[Report], *, key: Callable[[Report], Any]) -> list[Report]:
+    """Those with the least key; none if that is all of them."""
+    least = min(map(key, reports))
+    found = [report for report in reports if key(report) == least]
+    return found if len(found) < len(reports) else []
 
 
 def _doing(report: Report) -> str:
@@ -91,7 +109,8 @@ def _when(report: Report) -> str:
         return f"in step {report.step + 1}"
     if report.phase == "data":
         return f"waiting for the batch of step {report.step + 1}"
-    return f"in {report.phase} after step {report.step}"
+    batch = f"batch {report.batch} of the " if report.batch else ""
+    return f"in {batch}{report.phase} after step {report.step}"
 
 
 def _where_others_are(others: list[Report]) -> str:

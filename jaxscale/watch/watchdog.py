@@ -51,10 +51,11 @@ END_SECONDS = 5.0
 class _Place:
     """Where the process says that it is; the fields are those of `Report`."""
 
+    since: float
     step: int | None = None
     phase: str = "start-up"
     allowed: float = 0.0
-    since: float = 0.0
+    batch: int = 0
 
 
 class Seen(Protocol):
@@ -78,7 +79,7 @@ class Watchdog:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._is_over = self._is_closing = self._is_told = self._knows_why = False
-        self._place = _Place(since=time.monotonic())
+        self._place = _Place(time.monotonic())
         self._stopped_since: float | None = None
         self._quiet_until = 0.0  # nothing more is said of what is stuck before
         self._above: Line | None = None
@@ -178,8 +179,7 @@ class Watchdog:
     def _from_process(self, message: list, line: Line) -> None:
         kind, *rest = message or [""]
         if kind == "at":
-            step, phase, allowed = rest
-            self._place = _Place(step, phase, allowed, since=time.monotonic())
+            self._place = _Place(time.monotonic(), *rest)
         elif kind == "lead":
             self._lead(*rest)
         elif kind == "follow":
@@ -351,6 +351,7 @@ class Watchdog:
             self.me,
             place.step,
             place.phase,
+            place.batch,
             now - place.since,
             place.allowed,
             state,

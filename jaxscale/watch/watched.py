@@ -56,14 +56,15 @@ class Watched:
         if error := self._answers.get(timeout=START_SECONDS):
             raise OSError(error)
 
-    def at(self, step: int | None, phase: str, *, allowed: float) -> None:
+    def at(self, step: int | None, phase: str, *, allowed: float, batch: int = 0) -> None:
         """Where it is: updates done, and what it does now; 15 us.
 
-        allowed: seconds until the next call, after which it is stuck; 0: any number.
+        allowed: seconds until the next call, after which it is stuck; 0: any number. batch: of a
+        phase that has several, counted from 1.
         """
         if not self._is_closed.is_set():
             with contextlib.suppress(OSError):
-                self._line.send(["at", step, phase, allowed])
+                self._line.send(["at", step, phase, allowed, batch])
 
     def report(self, said: str) -> None:
         """Tells the others why this process ends now; that of process 0 takes 3 s."""

@@ -4,7 +4,7 @@ By scripts/launch_local.py, over gloo.
 """
 
 import dataclasses
-import json
+import functools
 import os
 import re
 import shutil
@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,9 +26,8 @@ from jaxscale.config import (
 )
 from jaxscale.launch import EXIT_AGAIN
 from jaxscale.train.loop import train
+from tests.train.hosts import PATIENCE, ROOT, children, finish, launch, losses, wait_for_step
 
-ROOT = Path(__file__).parents[2]
-PATIENCE = 600
 # float32, sums in another order: gloo's, or those of another mesh.
 LOSS_RTOL = 1e-5
 
@@ -55,47 +53,8 @@ def config(config_file):
 
 @pytest.fixture(scope="module")
 def launched(config_file):
-    """`launched(4, workdir, "--config.x=y")`: its processes, of two devices each."""
-
-    def launched(num, workdir, *settings, config=config_file):
-        command = [sys.executable, "scripts/launch_local.py", "-n", str(num), "--cpu-devices=2"]
-        command += ["--", "scripts/train.py", f"--config={config}", f"--workdir={workdir}"]
-        command += [
-            "--config.steps=12",
-            "--config.schedule.warmup_steps=2",
-            "--config.checkpoint.every=4",
-            "--config.checkpoint.keep_last=9",
-            "--config.evaluation.batches=1",
-            "--config.log.tensorboard=False",
-            "--config.sample.tokens=0",
-            *settings,
-        ]
-        output = Path(workdir).with_suffix(".txt").open("w")
-        with output:
-            return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output), output.name
-
-    return launched
-
-
-def finish(started, code=0):
-    """All that it printed, once it has ended with that code."""
-    process, name = started
-    try:
-        returned = process.wait(PATIENCE)
-    finally:
-        process.kill()
-    output = Path(name).read_text()
-    assert returned == code, output
-    return output
-
-
-def losses(workdir):
-    path = Path(workdir) / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    pairs = [(record["step"], record["loss"]) for record in records if "loss" in record]
-    assert len(dict(pairs)) == len(pairs)
-    return dict(pairs)
+    """`launched(4, workdir, "--config.x=y")`: as `launch`, by default of the small config."""
+    return functools.partial(launch, config=config_file)
 
 
 def assert_close(mine, theirs):
@@ -121,6 +80,8 @@ def of_four(launched, tmp_path_factory):
 def test_four_processes_train_like_one(of_four, of_one):
     workdir, output = of_four
     assert "[0] jax " in output and "on cpu: 8 x cpu, 4 processes" in output
+    # XLA would end it after 60 s, with no name.
+    assert "XLA_FLAGS --xla_cpu_collective_call_terminate_timeout_seconds=86400 (def" in output
     assert_close(losses(workdir), losses(of_one))
     (command,) = re.findall(r"train on with: (.*)", output)
     assert "scripts/launch_local.py -n 4" in command and command.endswith("--config.steps=24")
@@ -148,20 +109,6 @@ def test_what_four_saved_one_goes_on_with_on_another_mesh(of_four, of_one, confi
     mesh = MeshConfig(data=2, fsdp=2, tensor=2)
     train(dataclasses.replace(config, mesh=mesh), workdir)
     assert_close(losses(workdir), losses(of_one))
-
-
-def children(pid):
-    """The processes of a launcher, in their order."""
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(word) for word in text.split()]
-
-
-def wait_for_step(started, workdir, step):
-    deadline = time.monotonic() + PATIENCE
-    while max(losses(workdir), default=0) < step:
-        assert started[0].poll() is None, Path(started[1]).read_text()
-        assert time.monotonic() < deadline, Path(started[1]).read_text()
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("lost", [0, 2])
@@ -227,6 +174,37 @@ def test_a_process_that_hangs_in_c_is_named_and_the_run_ends(launched, config_fi
     words = r"is stuck: \d+ s in step \d+ \(\d+ s are allowed\)"
     assert re.search(rf"^\[0\] error: process 1 \(host .*\) {words}", output, re.MULTILINE), output
     assert re.search(r"^\[.\]   File .*faulty.py\", line \d+ in step", output, re.MULTILINE), output
+
+
+# In the evaluation after step 4 process 1 hangs in batch 20. Each batch takes 0.2 s, the evaluation
+# of 30 before it 6 s.
+HANG_IN_EVALUATION = """
+import os, time
+from jaxscale.train.pace import Progress
+
+def running(self, batch, original=Progress.running):
+    original(self, batch)
+    time.sleep(0.2 * (self._pace is not None))
+    if self._step == 4 and batch == 20 and os.environ["JAXSCALE_PROCESS_ID"] == "1":
+        time.sleep(3600)
+
+Progress.running = running
+"""
+
+
+def test_a_process_that_hangs_in_a_long_evaluation_is_named_as_soon_as_in_a_step(
+    launched, config_file, tmp_path
+):
+    faulty = tmp_path / "faulty.py"
+    faulty.write_text(HANG_IN_EVALUATION + config_file.read_text())
+    settings = ("--config.evaluation.every=2", "--config.evaluation.batches=30")
+    limit = "--config.watchdog.step_seconds=5"
+    output = finish(launched(2, tmp_path / "run", limit, *settings, config=faulty), EXIT_AGAIN)
+    words = r"is stuck: \d+ s in batch 20 of the evaluation after step 4 \((\d+) s are allowed\)"
+    named = rf"^\[0\] error: process 1 \(host .*\) {words}; the other is in batch 21 of the eval"
+    (allowed,) = re.findall(named, output, re.MULTILINE)
+    assert int(allowed) < 5 + 6  # three times the whole evaluation would be 23
+    assert re.search(r"^\[.\]   File .*faulty.py\", line \d+ in running", output, re.MULTILINE)
 
 
 def test_a_process_that_is_alone_and_hangs_ends_with_its_stack(config_file, tmp_path):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxscale.watch.verdict import Report, judge
+from jaxscale.watch.verdict import HELD_OUT_DATA, Report, judge
 from jaxscale.watch.ward import main_stack, place
 
 STACKS = """\
@@ -24,7 +24,7 @@ File "/src/jaxscale/train/loop.py", line 44 in train"""
 
 def report(process, **changes):
     who = [process, f"node{process}", 100 + process]
-    waits = Report(who, 7, "step", 41.0, 30.0, "S", 0.0, WAITING)
+    waits = Report(who, 7, "step", 0, 41.0, 30.0, "S", 0.0, WAITING)
     return dataclasses.replace(waits, **changes)
 
 
@@ -104,6 +104,42 @@ def test_where_all_do_the_same_all_are_named_once():
         "all 2 processes are stuck: 42 s in step 8 (30 s are allowed), in a collective that does "
         "not end or on a device that does not answer"
     )
+
+
+# What process 1 of two does, both in an evaluation, the other in its batch 5.
+ODD_IN_AN_EVALUATION: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "a batch behind": (
+        {"batch": 4},
+        True,
+        "process 1 (host node1, pid 101) is stuck: 41 s in batch 4 of the evaluation after step 7 "
+        "(30 s are allowed); the other is in batch 5 of the evaluation after step 7\n",
+    ),
+    "without a batch": (
+        {"phase": HELD_OUT_DATA, "allowed": 600.0},
+        False,
+        "process 1 (host node1, pid 101) is what the others wait for: 41 s in batch 5 of the "
+        "held-out data after step 7 (600 s are allowed); the other is in batch 5 of the evaluation",
+    ),
+    "in the same batch": (
+        {},
+        True,
+        "all 2 processes are stuck: 41 s in batch 5 of the evaluation after step 7 (30 s are",
+    ),
+    "not in it yet": (
+        {"phase": "integrity", "batch": 0},
+        True,
+        "all 2 processes are stuck: 41 s in batch 5 of the evaluation after step 7 (30 s are",
+    ),
+}
+
+
+@pytest.mark.parametrize("doing", ODD_IN_AN_EVALUATION)
+def test_the_odd_one_of_an_evaluation_is_named(doing):
+    changes, is_over, told = ODD_IN_AN_EVALUATION[doing]
+    both = [report(number, phase="evaluation", batch=5) for number in (0, 1)]
+    verdict = judge([both[0], dataclasses.replace(both[1], **changes)], silent=[])
+    assert verdict.text.startswith(told), verdict.text
+    assert verdict.is_over == is_over
 
 
 def test_two_that_are_both_elsewhere_tell_nothing():

@@ -6,12 +6,13 @@ A mistake is told in a line.
 import contextlib
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxscale import config as run_config
+from jaxscale.files import telling
 
 # What a script ends with when it failed by itself, and when its user made a mistake. Either is told
 # in a line, without a traceback.
@@ -43,6 +45,8 @@ class ConfigFile(flags.ArgumentParser):
     def parse(self, path: str) -> run_config.Config:
         name, *argument = path.split(":", 1)
         file = Path(os.path.expanduser(name))
+        if name and file.is_dir():
+            raise ValueError("it is a folder; name a file, such as the config.json of a run's")
         if not file.is_file():
             raise ValueError("no such file; the ones that come with jaxscale are in configs/")
         config = (
@@ -131,23 +135,31 @@ def define_config(
 
 def read_config(settings: list[str]) -> run_config.Config:
     """The config that these words of a command line say. Raises ValueError."""
+    if not any(re.match("--?config(=|$)", word) for word in settings):
+        raise ValueError("name a config: --config=FILE")
     values, argv = flags.FlagValues(), ["", *settings]
     holder = define_config(values, argv)
     try:
-        _refuse_words(values(argv), argv=argv)
+        _refuse_words(_parsed(argv, values=values), argv=argv)
     except flags.Error as error:
         raise ValueError(_short(error)) from None
-    if holder.value is None:
-        raise ValueError("name a config: --config=FILE")
     run_config.validate(holder.value)
     return holder.value
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """For app.run, of a script that has the config among its flags."""
+    """For app.run, of a script that takes flags alone, the config among them or not."""
     try:
-        return _refuse_words(flags.FLAGS(argv), argv=argv)
+        return _refuse_words(_parsed(argv), argv=argv)
     except (flags.Error, ValueError) as error:
+        sys.exit(tell(error, EXIT_MISTAKE))
+
+
+def parse_flags_and_words(argv: list[str]) -> list[str]:
+    """For app.run, of a script that takes words as well, such as names of files."""
+    try:
+        return _parsed(argv)
+    except flags.Error as error:
         sys.exit(tell(error, EXIT_MISTAKE))
 
 
@@ -158,9 +170,28 @@ def parse_own_flags(argv: list[str]) -> list[str]:
     """
     flags.FLAGS.set_gnu_getopt()
     try:
-        return flags.FLAGS(argv, known_only=True)
+        return _parsed(argv, known_only=True)
     except flags.Error as error:
         sys.exit(tell(error, EXIT_MISTAKE))
+
+
+def _parsed(
+    argv: list[str], *, values: flags.FlagValues = flags.FLAGS, known_only: bool = False
+) -> list[str]:
+    """The words that are left of it. Raises flags.Error."""
+    try:
+        return values(argv, known_only=known_only)
+    finally:
+        _refuse_flags_for_values(argv, values=values)
+
+
+def _refuse_flags_for_values(argv: list[str], *, values: flags.FlagValues) -> None:
+    """absl takes `--temperature=0` for the prompt in `--prompt --temperature=0`."""
+    for word, following in itertools.pairwise(argv):
+        name = word.removeprefix("--")
+        is_of_words = name != word and name in values and not values[name].boolean
+        if is_of_words and following.startswith("--"):
+            raise flags.Error(f"{word} has no value; write {word}=..., in front of {following}")
 
 
 def folder_of(flag: str, value: Any) -> str:
@@ -170,17 +201,38 @@ def folder_of(flag: str, value: Any) -> str:
     return os.path.expanduser(value)
 
 
-def exit_code_of(run: Callable[[], object]) -> int:
-    """Runs a script's work; what its user or a disk did wrong is told in a line."""
+def file_of(flag: str, value: str | None) -> Path:
+    """The file that a flag names, to be written when the work is done; None or "": nowhere.
+
+    Raises ValueError here and now where that cannot be.
+    """
+    path = Path(os.path.expanduser(value or os.devnull))
+    is_new = not path.exists()
+    with telling(f"--{flag}={value} cannot be written", "name another file"):
+        open(path, "a").close()
+        if is_new:
+            path.unlink()
+    return path
+
+
+def exit_code_of(run: Callable[[], object], *, flag_of: Mapping[str, str] | None = None) -> int:
+    """Runs a script's work; what its user or a disk did wrong is told in a line.
+
+    flag_of: what the script calls settings of a run, which a message names.
+    """
     try:
         run()
         return 0
     except ValueError as error:
-        return tell(error, EXIT_MISTAKE)
+        return tell(ValueError(_in_flags(str(error), flag_of or {})), EXIT_MISTAKE)
     except (OSError, RuntimeError) as error:
         return tell(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _in_flags(text: str, flag_of: Mapping[str, str]) -> str:
+    return re.sub(r"config\.[\w.]*\w", lambda key: flag_of.get(key[0], key[0]), text)
 
 
 def tell(error: Exception, code: int) -> int:
@@ -189,9 +241,22 @@ def tell(error: Exception, code: int) -> int:
     return code
 
 
+# What absl and ml_collections say of a command line -> that in words which say what to write.
+PLAINER = (
+    (r"invalid literal for int\(\) with base \d+: .*", "write a whole number"),
+    (r"could not convert string to float: .*", "write a number"),
+    (r"\('Non-boolean argument to boolean flag', .*\)", "write true or false"),
+    (r"flag --(\w+)=None: Flag .* must have a value .*", r"--\1 is missing; see --help"),
+    (r"Found (\S+) in argv before .*", r"\1 stands in front of --config=FILE; write it behind"),
+)
+
+
 def _short(error: Exception) -> str:
-    """absl repeats what was typed, however long it is."""
-    return re.sub(r"(\S{80})\S{400,}", r"\1...", str(error))
+    """In plain words; absl repeats what was typed, however long it is."""
+    text = str(error)
+    for pattern, plainer in PLAINER:
+        text = re.sub(pattern, plainer, text, flags=re.DOTALL)
+    return re.sub(r"(\S{80})\S{400,}", r"\1...", text)
 
 
 def _refuse_words(arguments: list[str], *, argv: list[str]) -> list[str]:

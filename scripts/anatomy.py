@@ -9,10 +9,9 @@ are loaded and what of the collectives is waiting for others. jaxscale/perf/anat
 counts in which row, jaxscale/perf/graph_names.py how CUDA graphs are named.
 """
 
-import sys
-
 from absl import app, flags
 
+from jaxscale.command_line import EXIT_MISTAKE, file_of, parse_flags_and_words, tell
 from jaxscale.perf.anatomy import anatomy, to_json
 from jaxscale.perf.anatomy_plot import plot
 from jaxscale.perf.anatomy_table import table
@@ -28,21 +27,21 @@ JSON = flags.DEFINE_boolean("json", False, "One JSON record a trace in place of 
 
 def main(argv: list[str]) -> int | None:
     if len(argv) < 2:
-        print("error: name at least one folder or .xplane.pb file of a trace", file=sys.stderr)
-        return 2
+        message = "name at least one folder or .xplane.pb file of a trace"
+        return tell(ValueError(message), EXIT_MISTAKE)
     try:
+        png = file_of("png", PNG.value)
         steps = [anatomy(read(path), DEVICE.value) for path in argv[1:]]
         if JSON.value:
             print("\n".join(to_json(step, top=TOP.value) for step in steps))
         else:
             print(table(steps, top=TOP.value))
         if PNG.value:
-            plot(steps, PNG.value)
+            plot(steps, png)
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return tell(error, EXIT_MISTAKE)
     return None
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags_and_words)

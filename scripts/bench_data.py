@@ -12,6 +12,7 @@ import json
 
 from absl import app, flags
 
+from jaxscale.command_line import parse_flags_and_words
 from jaxscale.perf import loader_speed
 
 PREFIX = flags.DEFINE_string("prefix", "", "measure this .bin/.idx store instead of synthetic ones")
@@ -45,4 +46,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags_and_words)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import app, flags
 
-from jaxscale.command_line import EXIT_MISTAKE, tell
+from jaxscale.command_line import EXIT_MISTAKE, parse_flags_and_words, tell
 from jaxscale.perf import attention_speed
 
 CASES = flags.DEFINE_list("cases", [], "which, of those that the kernel has; all but tiny")
@@ -33,4 +33,4 @@ def main(argv: list[str]) -> int | None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags_and_words)

@@ -20,11 +20,12 @@ from jaxscale.command_line import (
     EXIT_FAILED,
     EXIT_MISTAKE,
     command_to_repeat,
+    file_of,
     folder_of,
     parse_flags,
     tell,
 )
-from jaxscale.files import require_writable, write_atomically
+from jaxscale.files import require_writable, telling, write_atomically
 from jaxscale.launch import bind_to_numa_node, detect, gpus_of
 
 WORKDIR = flags.DEFINE_string(
@@ -46,7 +47,9 @@ def main(argv: list[str]) -> int:
     try:
         workdir = None if WORKDIR.value is None else Path(folder_of("workdir", WORKDIR.value))
         if workdir is not None:
-            require_writable(workdir)
+            with telling(f"--workdir={workdir} cannot be written to", "choose another folder"):
+                require_writable(workdir)
+        file_of("json", JSON.value)
         launch = detect()
         if launch is not None:
             bind_to_numa_node(gpus_of(launch))
@@ -57,6 +60,7 @@ def main(argv: list[str]) -> int:
 
         set_environment()
         distributed.initialize(command_to_repeat())
+        distributed.describe()  # refuses a platform that is not here
         is_lead = not jax.distributed.is_initialized() or distributed.is_lead()
         logging.getLogger("jaxscale.perf").setLevel(logging.INFO if is_lead else logging.ERROR)
         with distributed.faults_end_all(_tell):

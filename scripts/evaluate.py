@@ -9,13 +9,12 @@
 import json
 import logging
 import sys
-from pathlib import Path
 
 from absl import app, flags
 
-from jaxscale.command_line import exit_code_of, parse_flags
+from jaxscale.command_line import exit_code_of, file_of, parse_flags
 from jaxscale.config import DataFormat
-from jaxscale.inference.opening import ModelFlags
+from jaxscale.inference.opening import FLAG_OF_SETTING, ModelFlags
 
 MODEL = ModelFlags()
 DATA = flags.DEFINE_string("data", None, "A file, folder or glob of text, or a token store.")
@@ -32,12 +31,23 @@ flags.mark_flags_as_required(["data"])
 def main(argv: list[str]) -> int:
     del argv
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
-    return exit_code_of(run)
+    return exit_code_of(
+        run,
+        flag_of=FLAG_OF_SETTING
+        | {
+            "config.data.path": "--data",
+            "config.data.format": "--format",
+            "config.data.text_field": "--text_field",
+        },
+    )
 
 
 def run() -> None:
+    from jaxscale.data.text import find_files
     from jaxscale.inference.perplexity import judge
 
+    find_files(str(DATA.value), FORMAT.value)  # before the weights are read, which takes minutes
+    output = file_of("output", OUTPUT.value)
     engine, tokenizer = MODEL.open()
     records = []
     for record in judge(
@@ -51,8 +61,7 @@ def run() -> None:
     ):
         records.append(record)
         print(line(record), flush=True)
-    if OUTPUT.value:
-        Path(OUTPUT.value).write_text(json.dumps(records, indent=2) + "\n")
+    output.write_text(json.dumps(records, indent=2) + "\n")
 
 
 def line(record) -> str:

@@ -7,7 +7,7 @@ F forward, B input gradient, W weight gradient, X both gradients; --output=FILE.
 
 from absl import app, flags
 
-from jaxscale.command_line import exit_code_of, parse_flags
+from jaxscale.command_line import exit_code_of, file_of, parse_flags
 from jaxscale.config import PipelineSchedule
 
 CHOICES = [each.value for each in PipelineSchedule if each != PipelineSchedule.AUTO]
@@ -37,9 +37,10 @@ def run() -> None:
     schedule = PipelineSchedule(SCHEDULE.value)
     chunks = CHUNKS.value if schedule == PipelineSchedule.INTERLEAVED else 1
     shape = Shape(schedule, STAGES.value, MICROBATCHES.value, chunks, LEAN.value)
+    output = file_of("output", OUTPUT.value)
     print(explain(shape))
     if OUTPUT.value:
-        plot(timetable(shape), OUTPUT.value)
+        plot(timetable(shape), output)
 
 
 if __name__ == "__main__":

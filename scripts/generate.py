@@ -18,23 +18,27 @@ import time
 from absl import app, flags
 
 from jaxscale.command_line import exit_code_of, parse_flags
-from jaxscale.inference.opening import ModelFlags
+from jaxscale.inference.opening import FLAG_OF_SETTING, ModelFlags
 
 MODEL = ModelFlags()
 PROMPT = flags.DEFINE_multi_string("prompt", None, "What to continue; may be repeated.")
-MAX_TOKENS = flags.DEFINE_integer("max_tokens", 200, "Tokens of each continuation, at most.")
+MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens", 200, "Tokens of each continuation, at most.", lower_bound=1
+)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0: always the likeliest token.")
 TOP_K = flags.DEFINE_integer("top_k", 0, "Draws among so many likeliest tokens; 0: among all.")
 TOP_P = flags.DEFINE_float("top_p", 1.0, "Draws among the fewest that hold this probability.")
 SEED = flags.DEFINE_integer("seed", 0, "The same seed and prompts give the same texts.")
 STOP = flags.DEFINE_multi_string("stop", [], "Ends a text before this; may be repeated.")
-SERVE = flags.DEFINE_integer("serve", None, "A port to answer HTTP at.", lower_bound=1)
+SERVE = flags.DEFINE_integer(
+    "serve", None, "A port to answer HTTP at.", lower_bound=1, upper_bound=65535
+)
 
 
 def main(argv: list[str]) -> int:
     del argv
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
-    return exit_code_of(run)
+    return exit_code_of(run, flag_of=FLAG_OF_SETTING)
 
 
 def run() -> None:
@@ -44,10 +48,10 @@ def run() -> None:
         temperature=TEMPERATURE.value, top_k=TOP_K.value, top_p=TOP_P.value, seed=SEED.value
     )
     sampling.validate()
-    engine, tokenizer = MODEL.open()
     if SERVE.value:
         from jaxscale.inference.serve import open_server
 
+        engine, tokenizer = MODEL.open()
         with open_server(engine, tokenizer, name=MODEL.name, port=SERVE.value) as server:
             print(f"answering at {server.address}/v1/completions; Ctrl-C ends it", flush=True)
             server.serve_forever()
@@ -55,6 +59,7 @@ def run() -> None:
     prompts = PROMPT.value or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise ValueError("there is no prompt: write --prompt=..., or lines to standard input")
+    engine, tokenizer = MODEL.open()
     write(engine, tokenizer, prompts=prompts, sampling=sampling)
 
 

@@ -15,14 +15,13 @@ share, and for machines that should not keep it twice. Needs twice the store's s
 
 import logging
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
 
 from absl import app, flags
 
-from jaxscale.command_line import EXIT_MISTAKE, tell
+from jaxscale.command_line import exit_code_of, parse_flags_and_words
 from jaxscale.config import DataFormat
 from jaxscale.data import indexed
 from jaxscale.data.convert import convert, train_tokenizer
@@ -63,19 +62,12 @@ FLAG_OF_SETTING = {
     "config.data.format": "--format",
     "config.data.text_field": "--text_field",
 }
-EXIT_INTERRUPTED = 130
 
 
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
     logging.getLogger("jaxscale").setLevel(logging.INFO)
-    try:
-        prepare(argv[1:])
-    except ValueError as error:
-        return tell(ValueError(in_flags(str(error))), EXIT_MISTAKE)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return 0
+    return exit_code_of(lambda: prepare(argv[1:]), flag_of=FLAG_OF_SETTING)
 
 
 def prepare(words: list[str]) -> None:
@@ -90,7 +82,10 @@ def prepare(words: list[str]) -> None:
     text = dict(format=format, text_field=TEXT_FIELD.value)
     name = str(TOKENIZER.value)
     with (
-        telling(f"--output={prefix} cannot be written", "make room for twice the store's size"),
+        telling(
+            f"--output={prefix} cannot be written",
+            "make room for twice the store's size, or choose another --output",
+        ),
         tempfile.TemporaryDirectory() as folder,
     ):
         if TRAIN_TOKENIZER.value:
@@ -139,18 +134,5 @@ def checked_prefix(output: str) -> str:
     return prefix
 
 
-def in_flags(message: str) -> str:
-    return re.sub(
-        r"config\.data\.\w+", lambda match: FLAG_OF_SETTING.get(match[0], match[0]), message
-    )
-
-
-def parse(argv: list[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        sys.exit(tell(error, EXIT_MISTAKE))
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    app.run(main, flags_parser=parse_flags_and_words)

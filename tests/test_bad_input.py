@@ -3,7 +3,6 @@
 The exit code is 2.
 """
 
-import hashlib
 import json
 import re
 import shlex
@@ -11,54 +10,18 @@ import shutil
 import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from jaxscale.command_line import folder_of
-from jaxscale.data.indexed import IndexedWriter
 from jaxscale.train.workdir import only_run
-
-CONFIG = """
-from jaxscale.config import (
-    CheckpointConfig, Config, DataConfig, Dtype, EvalConfig, LogConfig, SampleConfig
-)
-from jaxscale.models import llama
-from jaxscale.optim import adamw
-from jaxscale.schedules import cosine
-
-
-def get_config(arg=""):
-    if arg:
-        raise ValueError(f"{arg} is not a variant of this file")
-    return Config(
-        model=llama.Config(
-            vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64
-        ),
-        optim=adamw.Config(),
-        schedule=cosine.Config(peak=3e-3, warmup_steps=2),
-        steps=4,
-        batch_size=8,
-        seq_len=32,
-        dtype=Dtype.FLOAT32,
-        data=DataConfig(path="text", cache_dir="cache", eval_fraction=0.3),
-        checkpoint=CheckpointConfig(every=2),
-        evaluation=EvalConfig(batches=1),
-        sample=SampleConfig(tokens=0),
-        log=LogConfig(tensorboard=False),
-    )
-"""
+from tests.mistakes.said import assert_mistake, content, cut, write_run, write_store
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with config.py and text/ (documents several rows long), where the commands run."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "config.py").write_text(CONFIG)
-    (folder / "text").mkdir()
-    for number in range(10):
-        (folder / "text" / f"{number}.txt").write_text(
-            f"The cat {number} sat on the mat and looked at the moon. " * 4
-        )
+    write_run(folder)
     return folder
 
 
@@ -81,23 +44,6 @@ def trained(command, folder):
     return folder / "runs" / "trained"
 
 
-def content(folder):
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
-def assert_mistake(answer, *fragments, touched_devices=False):
-    assert answer.code == 2, answer.err
-    assert "\nerror: " in answer.err
-    assert "Traceback" not in answer.err
-    for fragment in fragments:
-        assert fragment in answer.err, answer.err
-    assert answer.touched_devices == touched_devices
-
-
 # Arguments -> what the message says: key, value and fix.
 BEFORE_DEVICES = {
     "--config.mesh.foo=1": ("config.mesh.foo is not a setting", "stage, data, fsdp"),
@@ -113,14 +59,14 @@ BEFORE_DEVICES = {
         "config.steps has no settings of its own",
     ),
     "--config.model.rope_scaling.factor=8": ("model.rope_scaling.factor", "rope_scaling=build"),
-    "--config.steps=abc": ("--config.steps=abc", "int"),
-    "--config.steps=2.5": ("--config.steps=2.5", "int"),
+    "--config.steps=abc": ("--config.steps=abc", "write a whole number"),
+    "--config.steps=2.5": ("--config.steps=2.5", "write a whole number"),
     "--config.steps=none": ("config.steps=None", "set it to a value of type int"),
     "--config.steps=0": ("config.steps=0", "set it to 1 or more"),
     "--config.z_loss=-1": ("config.z_loss=-1.0", "set it to 0 or more"),
     "--config.z_loss=nan": ("config.z_loss=nan", "set it to 0 or more"),
     "--config.dtype=float16": ("--config.dtype=float16", "bfloat16|float32"),
-    "--config.data.shuffle=maybe": ("--config.data.shuffle=maybe", "boolean"),
+    "--config.data.shuffle=maybe": ("--config.data.shuffle=maybe", "write true or false"),
     "--config.data.shuffle False": ("'False' is no flag", "write --config.data.shuffle=False"),
     "--config.data.shuffle ''": ("'' is no flag", "write --config.data.shuffle="),
     "elsewhere": ("'elsewhere' is no flag", "--key=value"),
@@ -473,20 +419,6 @@ def test_data_that_changed_under_a_run_is_refused(command, trained, folder):
         touched_devices=True,
     )
     assert content(trained) == before
-
-
-def write_store(prefix, *, bad_id=None, at=0):
-    ids = np.random.default_rng(0).integers(0, 250, (40, 1000)).astype(np.uint16)
-    if bad_id is not None:
-        ids[at // 1000, at % 1000] = bad_id
-    with IndexedWriter(prefix, np.uint16) as writer:
-        for document in ids:
-            writer.add(document)
-    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-
-
-def cut(path, num_bytes):
-    path.write_bytes(path.read_bytes()[:num_bytes])
 
 
 DAMAGES = {

@@ -170,7 +170,7 @@ def _write_in_order(
         )
     if not writer.num_documents:
         raise ValueError(
-            f"none of the {num_empty} documents holds text; check config.data.path and "
+            f"{name}: none of the {num_empty} documents holds text; check config.data.path and "
             "config.data.text_field"
         )
     return num_empty

@@ -317,7 +317,9 @@ def _read_jsonl(file: Path, field: str) -> Iterator[str]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where} is not JSON: {error}") from error
+                raise ValueError(
+                    f"{where} is not JSON: {error}; correct it, or leave it out"
+                ) from error
             yield _text_of(record, field, where=where)
 
 

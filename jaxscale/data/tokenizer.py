@@ -81,13 +81,14 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path):
+        self._name = f"config.data.tokenizer={str(path)!r}"
         path = Path(os.path.expanduser(path))
         path = path / "tokenizer.json" if os.path.isdir(path) else path
-        self._name = f"config.data.tokenizer={str(path)!r}"
         with telling(f"{self._name} cannot be read", "make it readable, or copy it again"):
             if not is_file(path):
                 raise ValueError(
-                    f"{self._name} is no file; give 'bytes' or the path of a tokenizer.json"
+                    f"{self._name} is no file, and no folder with a tokenizer.json; give 'bytes' "
+                    "or the path of a tokenizer.json"
                 )
             content = path.read_bytes()
         self._tokenizer = _load(self._name, content)
@@ -160,7 +161,7 @@ def _require_tokenizers(name: str) -> Any:
 
 def _load(name: str, content: bytes) -> Any:
     tokenizers = _require_tokenizers(name)
-    with _telling_damage(f"{name} is not a tokenizer.json"):
+    with _telling_damage(f"{name} is not a tokenizer.json", "; copy it again, or name another"):
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -168,14 +169,14 @@ def _load(name: str, content: bytes) -> Any:
 
 
 @contextlib.contextmanager
-def _telling_damage(what: str) -> Iterator[None]:
+def _telling_damage(what: str, fix: str = "") -> Iterator[None]:
     """`tokenizers` raises bare Exceptions, and BaseExceptions where its Rust panics."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{what}: {error}{fix}") from error
 
 
 def _end_of_document(path: Path, vocabulary: dict[str, int], *, name: str) -> int:

@@ -30,6 +30,8 @@ from jaxscale.step import layout
 CHUNK = 16
 # Rows of prompts and slots are as long as a multiple of this: few lengths to compile.
 MULTIPLE = 128
+# Places are counted in int32.
+MOST_TOKENS = 2**30
 # That a row of texts to judge may hold.
 MOST_DOCUMENTS = 32
 
@@ -124,6 +126,8 @@ class Engine:
     def _check(self, prompts: Sequence[np.ndarray], *, max_tokens: int) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens}: set it to 1 or more")
+        if max_tokens > MOST_TOKENS:
+            raise ValueError(f"max_tokens={max_tokens}: set it to {MOST_TOKENS} or less")
         for number, prompt in enumerate(prompts, 1):
             if not len(prompt):
                 raise ValueError(f"prompt {number} holds no token; write something")

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 # What is defined here is in the --help of the script that asks for it.
 flags.disclaim_key_flags()
 
+# What they are called where jaxscale speaks of a run's settings.
+FLAG_OF_SETTING = {"config.data.tokenizer": "--tokenizer"}
+
 
 class ModelFlags:
     """--workdir, --step, --hf, --tokenizer and --dtype of a script, defined when this is made."""
@@ -36,6 +39,7 @@ class ModelFlags:
     def open(self) -> "tuple[Engine, Tokenizer]":
         """Sets what must be set before JAX starts, and reads the weights. Raises ValueError."""
         # Here: a mistake among the flags is told before JAX is there.
+        from jaxscale import distributed
         from jaxscale.config import Dtype
         from jaxscale.data.tokenizer import open_tokenizer
         from jaxscale.inference.engine import Engine
@@ -48,5 +52,6 @@ class ModelFlags:
             workdir=self._workdir.value, hf=self._hf.value, step=self._step.value
         )
         tokenizer = open_tokenizer(self._tokenizer.value or weights.tokenizer)
+        distributed.describe()  # refuses a platform that is not here
         enable_compilation_cache()
         return Engine(weights, dtype=Dtype(self._dtype.value)), tokenizer

@@ -101,6 +101,11 @@ def _documents(
 
 
 def _judge(engine: Engine, tokens: np.ndarray, *, num_bytes: int | None, length: int) -> Judged:
+    if max(tokens) >= engine.model.vocab_size:
+        raise ValueError(
+            f"--data holds token {max(tokens)}; the model has {engine.model.vocab_size}: it was "
+            "trained with another tokenizer"
+        )
     first, rest = int(tokens[0]), tokens[1:].tolist()
     passages: Iterator[Passage] = windows(rest, before=first, length=length)
     judged = Judged(num_documents=1, num_bytes=num_bytes)

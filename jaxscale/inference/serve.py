@@ -22,6 +22,8 @@ HOST = "127.0.0.1"
 DEFAULTS: dict[str, Any] = dict(
     max_tokens=16, temperature=1.0, top_p=1.0, top_k=0, seed=0, stop=[], stream=False
 )
+# What changes an answer and is not here: said, rather than left out in silence.
+ONLY: dict[str, Any] = dict(n=1, best_of=1, echo=False, logprobs=None, suffix=None)
 MOST_BYTES = 10_000_000
 
 
@@ -68,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
             request = self._read()
             with self.server.one_at_a_time:
                 self._complete(request)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             self._refuse(400, str(error))
         except ConnectionError:  # nobody listens any more
             self.close_connection = True
@@ -78,23 +80,32 @@ class Handler(BaseHTTPRequestHandler):
 
     def _read(self) -> dict[str, Any]:
         """The request, checked. Raises ValueError."""
-        length = int(self.headers.get("Content-Length") or 0)
-        if not 0 < length <= MOST_BYTES:
+        length = self.headers.get("Content-Length") or "0"
+        if not (length.isdecimal() and 0 < int(length) <= MOST_BYTES):
             raise ValueError(f"a request has 1 to {MOST_BYTES} bytes, and this one {length}")
-        sent = json.loads(self.rfile.read(length))
+        try:
+            sent = json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the request is not JSON: {error}") from None
         if not isinstance(sent, dict) or "prompt" not in sent:
             raise ValueError('write {"prompt": "..."}')
+        for key, only in ONLY.items():
+            if (value := sent.get(key)) not in (None, only):
+                raise ValueError(f"{key}={value!r}: this server has {only!r} alone; leave it out")
         given = {key: sent[key] for key in DEFAULTS if sent.get(key) is not None}
         request = DEFAULTS | given
         prompts = sent["prompt"] if isinstance(sent["prompt"], list) else [sent["prompt"]]
         if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
             raise ValueError("prompt: write a string, or a list of strings")
         stop = [request["stop"]] if isinstance(request["stop"], str) else request["stop"]
-        if not all(isinstance(words, str) for words in stop):
+        if not (isinstance(stop, list) and all(isinstance(words, str) for words in stop)):
             raise ValueError("stop: write a string, or a list of strings")
-        for key, kind in (("max_tokens", int), ("top_k", int), ("seed", int)):
-            if type(request[key]) is not kind:
+        for key in ("max_tokens", "top_k", "seed"):
+            if type(request[key]) is not int:
                 raise ValueError(f"{key}={request[key]!r}: write a whole number")
+        for key in ("temperature", "top_p"):
+            if type(request[key]) not in (int, float):
+                raise ValueError(f"{key}={request[key]!r}: write a number")
         if request["stream"] and len(prompts) > 1:
             raise ValueError("stream: of one prompt only")
         return request | {"prompts": prompts, "stop": stop}

@@ -58,11 +58,14 @@ def summarize_file(path: str | Path, *, skip: int) -> dict[str, float]:
     """
     try:
         steps = steps_of([json.loads(line) for line in Path(path).read_text().splitlines()])
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; name the metrics.jsonl of a run") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no metrics.jsonl of a run: {error}") from None
     if len(steps) <= skip + 1:
         raise ValueError(
-            f"{path} has {len(steps)} steps, of which --skip={skip} and the last leave none"
+            f"{path} has {len(steps)} steps, of which --skip={skip} and the last leave none; lower "
+            "--skip"
         )
     keys = ("compile_seconds", "predicted_memory_gib")
     compilation = {key: steps[0][key] for key in keys if key in steps[0]}

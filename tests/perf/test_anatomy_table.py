@@ -93,5 +93,5 @@ def test_the_script_prints_json(script, trace_file, capsys):
 def test_the_script_tells_a_mistake_in_one_line(script, trace_file, arguments, capsys):
     assert script.run(*arguments, *[trace_file] * ("--device=7" in arguments)) == 2
     output, errors = capsys.readouterr()
-    assert re.fullmatch(r"error: .+\n", errors)
+    assert re.fullmatch(r"\nerror: .+\n", errors)
     assert output == ""

@@ -63,7 +63,7 @@ MISTAKES = {
     ),
     "no number": (
         ["--variant=a: scan_unroll=two"],
-        "--config.scan_unroll=two: invalid literal for int()",
+        "--config.scan_unroll=two: write a whole number",
     ),
     "no bool": (
         ["--variant=a: mesh.reshard_after_forward=maybe"],

@@ -61,7 +61,7 @@ def test_a_report_says_of_which_run_there_is_nothing_to_report(tmp_path, capsys)
         ([], "error: name at least one metrics.jsonl"),
         ([short], f"{short} has 11 steps, of which --skip=10 and the last leave none"),
         ([tmp_path / "none.jsonl"], "No such file"),
-        ([broken], f"error: {broken}: "),
+        ([broken], f"error: {broken} is no metrics.jsonl of a run"),
     ):
         assert report.run(*paths) == 2
-        assert told in capsys.readouterr().out
+        assert told in capsys.readouterr().err

@@ -34,8 +34,8 @@ class Plan:
     rules: of arrays as the model reads them. state: ShapeDtypeStructs with shardings.
     update_shardings: of the parameters while they are updated; those of the optimiser's state.
     landing: see step/layout.py. pipeline: with stages, how they work; the stacks of layers in the
-    state are then held as its placement says. compiler_options: of the update; numerics_options:
-    those of them that change results, for every other program of the run.
+    state are then held as its placement says. compiler_options: of the update; shared_options:
+    those of them that every other program of the run has too.
     """
 
     config: Config
@@ -50,7 +50,7 @@ class Plan:
     landing: Any
     pipeline: Pipeline | None
     compiler_options: dict[str, Any]
-    numerics_options: dict[str, Any]
+    shared_options: dict[str, Any]
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
         compiler_options=options.compiler_options(
             config, sizes, platform=device.platform, device_kind=device.device_kind
         ),
-        numerics_options=options.numerics_options(config, device.platform),
+        shared_options=options.shared_options(config, device.platform),
     )
 
 

@@ -20,7 +20,7 @@ def make_evaluate(plan: Plan, corpus: Corpus) -> Callable[[TrainState, Progress]
     rows = corpus.eval
     assert rows is not None, "config.validate() refuses an eval_fraction of 0"
     sums_of = jax.jit(
-        functools.partial(held_out_loss, plan=plan), compiler_options=plan.numerics_options
+        functools.partial(held_out_loss, plan=plan), compiler_options=plan.shared_options
     )
 
     def evaluate(state: TrainState, progress: Progress) -> float:

@@ -60,7 +60,7 @@ def sample(plan: Plan, state: TrainState, *, prompt: np.ndarray, num_tokens: int
     )
     loop = functools.partial(_continue, plan=plan, prompt_length=len(prompt), num_tokens=num_tokens)
     key = jax.random.key(plan.config.seed)
-    compiled = jax.jit(loop, compiler_options=plan.numerics_options)
+    compiled = jax.jit(loop, compiler_options=plan.shared_options)
     return np.asarray(compiled(state, tokens_BS, key=key))
 
 

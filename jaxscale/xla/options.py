@@ -60,9 +60,9 @@ class Option:
 
     value: itself, or a function of the config (jaxscale.config.Config) and the sizes of the mesh
     axes. default: XLA's, which jaxlib does not tell. gain: as measured on the real step, with
-    device and jax version. applies: whether it is for this config and these sizes. changes_results:
-    whether a program computes something else with it; such an option is for every config and mesh,
-    and for all programs of a run.
+    device and jax version. applies: whether it is for this config and these sizes. is_shared:
+    whether evaluation and samples are compiled with it too; so is what changes results, which then
+    is for every mesh.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Option:
     why: str
     gain: str
     applies: Callable[[Any, dict[str, int]], bool] = _always
-    changes_results: bool = False
+    is_shared: bool = False
 
     def value_for(self, config: Any, sizes: dict[str, int]) -> Any:
         return self.value(config, sizes) if callable(self.value) else self.value
@@ -102,7 +102,7 @@ OPTIONS: tuple[Option, ...] = (
         "model and batch",
         gain="none in speed and none lost: 47,451 against 47,321 tokens/s (6 layers of 8B width, "
         "one H200, jax 0.11.2)",
-        changes_results=True,
+        is_shared=True,
     ),
     IN_ORDER,
     Option(
@@ -113,6 +113,7 @@ OPTIONS: tuple[Option, ...] = (
         gain="none in speed (1%, within the noise); compiling took 4 s instead of 27 (6 layers of "
         "8B width in plain JAX, one H100, jax 0.11.2)",
         applies=_in_8_bits,
+        is_shared=True,
     ),
     Option(
         "xla_gpu_graph_min_graph_size",
@@ -172,12 +173,12 @@ def compiler_options(
     return derived | _users(config.xla_options, platform)
 
 
-def numerics_options(config: Any, platform: str) -> dict[str, Any]:
-    """Those of `compiler_options` that change results, for every other program of the run.
+def shared_options(config: Any, platform: str) -> dict[str, Any]:
+    """Those of `compiler_options` that every other program of the run has too.
 
     Evaluation and sampling that are compiled with them compute what the update does.
     """
-    options = [option for option in OPTIONS if option.changes_results]
+    options = [option for option in OPTIONS if option.is_shared]
     derived = _derived(options, config, sizes={}, platform=platform)
     users = _users(config.xla_options, platform)
     names = {option.name for option in options}

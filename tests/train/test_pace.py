@@ -79,7 +79,7 @@ def test_a_batch_counts_as_done_once_the_devices_have_done_it_and_have_the_next(
     """The loss too is that of the sums."""
     plan: Any = types.SimpleNamespace(
         config=types.SimpleNamespace(evaluation=types.SimpleNamespace(batches=num_batches)),
-        numerics_options={},
+        shared_options={},
     )
 
     def compiled(function, compiler_options):

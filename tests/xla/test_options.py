@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.compile import ahead, fit
-from jaxscale.config import Config, Dtype, MeshConfig, PrecisionConfig
+from jaxscale.config import Config, Dtype, MeshConfig, PrecisionConfig, Recipe
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
@@ -32,9 +32,12 @@ def no_options(monkeypatch):
     monkeypatch.setattr(options, "OPTIONS", ())
 
 
-def config_of(*texts):
+def config_of(*texts, recipe=Recipe.DTYPE):
     return SimpleNamespace(
-        xla_options=texts, deterministic=False, precision=PrecisionConfig(), dtype=Dtype.BFLOAT16
+        xla_options=texts,
+        deterministic=False,
+        precision=PrecisionConfig(recipe=recipe),
+        dtype=Dtype.BFLOAT16,
     )
 
 
@@ -181,8 +184,8 @@ def test_every_option_that_jaxscale_sets_is_known_here():
         assert option.why and option.gain and option.default
 
 
-def test_an_option_that_changes_results_is_for_every_config_mesh_and_platform(monkeypatch):
-    ours = [option for option in OPTIONS if option.changes_results]
+def test_what_is_rounded_is_so_for_every_config_mesh_and_platform(monkeypatch):
+    ours = [option for option in OPTIONS if option.is_shared and "gpu" not in option.name]
     assert [option.name for option in ours] == ["xla_allow_excess_precision"]
     monkeypatch.setattr(options, "OPTIONS", tuple(ours))
     for sizes in (SIZES, SIZES | dict(fsdp=1)):
@@ -191,17 +194,18 @@ def test_an_option_that_changes_results_is_for_every_config_mesh_and_platform(mo
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_other_programs_get_just_the_options_that_change_results(
-    platform, monkeypatch, environment
-):
+def test_other_programs_get_just_the_options_that_all_share(platform, monkeypatch, environment):
     monkeypatch.setattr(options, "OPTIONS", OPTIONS)
     name = "xla_allow_excess_precision"
 
-    def numerics(*texts):
-        return options.numerics_options(config_of(*texts), platform)
+    def numerics(*texts, **settings):
+        return options.shared_options(config_of(*texts, **settings), platform)
 
     assert numerics() == numerics("xla_gpu_autotune_level=2") == {name: False}
     assert numerics(f"{name}=true") == {name: True}
+    in_8_bits = numerics(recipe=Recipe.FP8_ROWWISE)
+    for_gpus = {"xla_gpu_enable_triton_gemm": False} if platform == "gpu" else {}
+    assert in_8_bits == {name: False} | for_gpus
     for flag in (f"--{name}", f"--{name}=true"):
         environment["XLA_FLAGS"] = f"--xla_gpu_autotune_level=2 {flag}"
         assert numerics() == {} and numerics(f"{name}=true") == {name: True}
@@ -216,7 +220,7 @@ def test_a_product_is_rounded_to_bfloat16_where_the_program_says_so(monkeypatch)
 
     # One program for each operation has nothing to leave out.
     expected = product(x)
-    compiled = jax.jit(product, compiler_options=options.numerics_options(config_of(), "cpu"))
+    compiled = jax.jit(product, compiler_options=options.shared_options(config_of(), "cpu"))
     assert (compiled(x) == expected).all()
 
 
@@ -310,7 +314,7 @@ def test_a_plan_asks_for_the_roundings_that_the_program_says(platform, monkeypat
             pytest.skip(reason)
         devices = ahead.devices_of("h100", hosts=1, gpus_per_host=8)
     plan = plan_of_run(small_config(), devices=devices)
-    for programs in (plan.compiler_options, plan.numerics_options):
+    for programs in (plan.compiler_options, plan.shared_options):
         assert programs["xla_allow_excess_precision"] is False
 
 

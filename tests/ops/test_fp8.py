@@ -154,10 +154,8 @@ def test_a_weights_gradient_can_be_left_in_bfloat16(operands):
     alone.reshape(-1, 96)[np.arange(96), np.arange(96)] = 2.0
     expected = 2 * x.reshape(-1, 64)[:96].T.astype(np.float64)
     for recipe in RECIPES:
-        executions = (
-            execution_with(recipe=recipe, weight_gradients=is_8) for is_8 in (True, False)
-        )
-        narrow, wide = (gradients_of(execution, weight, x, alone) for execution in executions)
+        both = (execution_with(recipe=recipe, weight_gradients=is_8) for is_8 in (True, False))
+        narrow, wide = (gradients_of(execution, weight, x, alone) for execution in both)
         np.testing.assert_array_equal(wide[0][0], expected)
         assert (narrow[0][0] != expected).any()
 

@@ -70,12 +70,13 @@ def _in_float32(value: float) -> float:
 
 class Dtype(enum.StrEnum):
     BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
     FLOAT32 = "float32"
 
     @property
     def itemsize(self) -> int:
         """Bytes."""
-        return 2 if self is Dtype.BFLOAT16 else 4
+        return 4 if self is Dtype.FLOAT32 else 2
 
 
 class AxisTypes(enum.StrEnum):
@@ -267,6 +268,27 @@ class PrecisionConfig:
     emulate: bool = False
 
 
+# One over the least number that float16 has.
+MAX_LOSS_SCALE = 2.0**24
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class LossScaleConfig:
+    """With dtype=float16: what the loss is multiplied by while gradients are made of it.
+
+    They would be below float16's range otherwise (docs/precision.md). Powers of two.
+    """
+
+    start: float = number(least=1, most=MAX_LOSS_SCALE, default=2.0**16)
+    # Steps in a row without overflow, after which the scale is doubled.
+    growth_every: int = number(least=1, default=2000)
+    # The overflow that halves it, counted since it last grew; so does each one that follows.
+    hysteresis: int = number(least=1, default=2)
+    # It stays between these. An overflow at the least is a bad step (config.bad_steps).
+    least: float = number(least=1, most=MAX_LOSS_SCALE, default=1.0)
+    most: float = number(least=1, most=MAX_LOSS_SCALE, default=MAX_LOSS_SCALE)
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class PipelineConfig:
     """With mesh.stage > 1: how the stages take turns. The microbatches are grad_accumulation."""
@@ -436,6 +458,7 @@ class Config:
     # of the tables are float32.
     dtype: Dtype = Dtype.BFLOAT16
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
+    loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     remat: Remat = Remat.GEMMS
     # So many layers, the first ones, are run with the next leaner policy, where a policy does not
     # fit for all of them. Of unrolled layers; remat="auto" finds the number.
@@ -483,6 +506,7 @@ def validate(config: Config) -> None:
         _require(hasattr(get(config, key), method), key, value=get(config, key), fix=fix)
     _validate_options(config)
     _validate_precision(config)
+    _validate_loss_scale(config)
     _validate_mesh(config.mesh)
     _validate_stages(config, config.mesh.stage)
     _validate_sizes(config)
@@ -534,6 +558,21 @@ def _validate_options(config: Config) -> None:
 
 def _validate_precision(config: Config) -> None:
     precision, layers = config.precision, config.model.num_layers
+    is_half = config.dtype == Dtype.FLOAT16
+    _require(
+        not is_half or precision.recipe == Recipe.DTYPE,
+        "precision.recipe",
+        value=precision.recipe.value,
+        fix="beside products in 8 bits config.dtype='float16' is not there; set "
+        "config.dtype='bfloat16', or config.precision.recipe='dtype'",
+    )
+    _require(
+        is_half or config.mesh.reduce_dtype != Dtype.FLOAT16,
+        "mesh.reduce_dtype",
+        value=config.mesh.reduce_dtype.value,
+        fix=f"gradients of config.dtype={config.dtype.value!r} are not summed in less; set it to "
+        "'bfloat16', or config.dtype='float16'",
+    )
     first, last = precision.first_layers_as_dtype, precision.last_layers_as_dtype
     for key, value in (("first_layers_as_dtype", first), ("last_layers_as_dtype", last)):
         _require(
@@ -550,6 +589,34 @@ def _validate_precision(config: Config) -> None:
             fix=f"the stages of config.mesh.stage={config.mesh.stage} run all layers alike; set it "
             "to 0",
         )
+
+
+def _validate_loss_scale(config: Config) -> None:
+    scale, usual = config.loss_scale, LossScaleConfig()
+    for field in dataclasses.fields(scale):
+        value = getattr(scale, field.name)
+        _require(
+            config.dtype == Dtype.FLOAT16 or value == getattr(usual, field.name),
+            f"loss_scale.{field.name}",
+            value=value,
+            fix=f"config.dtype={config.dtype.value!r} has the range of float32, and its loss is "
+            "not scaled; leave it out, or set config.dtype='float16'",
+        )
+    for key in ("least", "start", "most"):
+        value = getattr(scale, key)
+        fix = f"it is to be a power of two, which rounds nothing; set it to {_power_below(value)}"
+        _require(value == _power_below(value), f"loss_scale.{key}", value=value, fix=fix)
+    _require(
+        scale.least <= scale.start <= scale.most,
+        "loss_scale.start",
+        value=scale.start,
+        fix=f"set it to config.loss_scale.least={scale.least} or more, and to "
+        f"config.loss_scale.most={scale.most} or less",
+    )
+
+
+def _power_below(value: float) -> float:
+    return 2.0 ** (math.frexp(value)[1] - 1)
 
 
 def _validate_sizes(config: Config) -> None:
@@ -635,9 +702,13 @@ def _validate_async_tensor(config: Config, sizes: dict[str, int]) -> None:
         ("mesh.stage", sizes["stage"], 1),
         ("mesh.reduce_dtype", config.mesh.reduce_dtype.value, config.dtype.value),
     ):
-        is_wide = key == "mesh.reduce_dtype" and config.dtype == Dtype.FLOAT32
+        # What is no wider than config.dtype stands for it.
+        is_same = (
+            key == "mesh.reduce_dtype"
+            and config.mesh.reduce_dtype.itemsize <= config.dtype.itemsize
+        )
         _require(
-            value == wanted or is_wide,
+            value == wanted or is_same,
             key,
             value=value,
             fix=f"with config.mesh.async_tensor=True it must be {wanted}; {fix}set it to {wanted}",

@@ -84,7 +84,7 @@ OF_WRONG_TYPE = {
     "data.path": (None,),
     "optim.no_decay": (["norm"], ("norm", 1), "norm"),
     "model.window": (2.5, "none"),
-    "dtype": ("float16", None),
+    "dtype": ("float64", None),
     "mesh": (None,),
     "mesh.axis_types": ("manual",),
 }

@@ -36,6 +36,7 @@ def cross_entropy(
     dtype,
     z_loss: float = 0.0,
     cap: float | None = None,
+    enlarged=None,
 ):
     """The sum over tokens of -log p(target) + z_loss * logsumexp**2, float32.
 
@@ -43,32 +44,47 @@ def cross_entropy(
     `vocab_size` on are padding and get no probability. Its gradient is float32 and comes out as
     stored, reduce-scattered once. cap: logits become cap * tanh(logit / cap). dtype: of the
     products.
+
+    enlarged: float32, a scalar, for a `dtype` of little range. The forward pass makes gradients,
+    before they are multiplied by what the loss is: so many times as large they do not vanish, and
+    the backward pass makes them smaller again.
     """
     options = _Options(vocab_size=vocab_size, z_loss=z_loss, cap=cap, dtype=jnp.dtype(dtype))
     # Outside of the derivative, whose gradient is laid out as what comes in.
     x_BSD = shd.constrain(x_BSD, _x_axes())
-    return _cross_entropy(x_BSD, head_DV, targets_BS, options)
+    return _cross_entropy(x_BSD, head_DV, targets_BS, enlarged, options)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _cross_entropy(x_BSD, head_DV, targets_BS, options):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _cross_entropy(x_BSD, head_DV, targets_BS, enlarged, options):
+    del enlarged
     return _run(x_BSD, head_DV, targets_BS, options=options, with_gradients=False)[0]
 
 
-def _cross_entropy_fwd(x_BSD, head_DV, targets_BS, options):
-    loss, dx_BSD, dhead_DV = _run(x_BSD, head_DV, targets_BS, options=options, with_gradients=True)
-    return loss, (dx_BSD, dhead_DV)
+def _cross_entropy_fwd(x_BSD, head_DV, targets_BS, enlarged, options):
+    loss, dx_BSD, dhead_DV = _run(
+        x_BSD,
+        head_DV,
+        targets_BS,
+        options=options,
+        with_gradients=True,
+        enlarged=enlarged,
+    )
+    return loss, (dx_BSD, dhead_DV, enlarged)
 
 
 def _cross_entropy_bwd(options, residuals, dloss):
-    dx_BSD, dhead_DV = residuals
-    return (dx_BSD.astype(jnp.float32) * dloss).astype(dx_BSD.dtype), dhead_DV * dloss, None
+    dx_BSD, dhead_DV, enlarged = residuals
+    if enlarged is not None:
+        dloss = dloss / enlarged
+    dx_BSD = (dx_BSD.astype(jnp.float32) * dloss).astype(dx_BSD.dtype)
+    return dx_BSD, dhead_DV * dloss, None, None
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
-def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients):
+def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients, enlarged=None):
     embed_axes = shd.mesh_axes("embed")
     # Stages of a pipeline share the vocabulary too, each within its own region.
     vocab_axes = shd.mesh_axes("vocab", with_manual=True)
@@ -78,7 +94,7 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients):
     def varying(x, axes):
         return jax.lax.pcast(x, axes, to="varying") if axes else x
 
-    def local(x_BSD, head_DV, targets_BS):
+    def local(x_BSD, head_DV, targets_BS, *enlarged):
         head_DV = head_DV.astype(options.dtype)
         if embed_axes:
             head_DV = jax.lax.all_gather(head_DV, embed_axes, axis=0, tiled=True)
@@ -98,7 +114,12 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients):
             if sequence_axes:
                 x_TD = jax.lax.all_gather(x_TD, sequence_axes, axis=0, tiled=True)
             chunk_loss, dlogits_TV = _chunk(
-                x_TD, head_DV, targets_T, options=options, vocab_axes=vocab_axes
+                x_TD,
+                head_DV,
+                targets_T,
+                options=options,
+                vocab_axes=vocab_axes,
+                enlarged=enlarged,
             )
             if not with_gradients:
                 return (loss + chunk_loss, dhead_DV), None
@@ -127,7 +148,9 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients):
 
     in_axes = (_x_axes(), "embed vocab", "batch seq")
     out_axes = ("", in_axes[0], in_axes[1]) if with_gradients else ("",)
-    return shd.shard_map(local, in_axes=in_axes, out_axes=out_axes)(x_BSD, head_DV, targets_BS)
+    more = () if enlarged is None else (enlarged,)
+    mapped = shd.shard_map(local, in_axes=(*in_axes, *[""] * len(more)), out_axes=out_axes)
+    return mapped(x_BSD, head_DV, targets_BS, *more)
 
 
 def _sequence_axes() -> tuple[str, ...]:
@@ -145,8 +168,11 @@ def _x_axes() -> str:
     return f"batch {'residual_seq' if _sequence_axes() else 'seq'} act_embed"
 
 
-def _chunk(x_TD, head_DV, targets_T, *, options, vocab_axes):
-    """The chunk's summed loss and its dlogits [T, V] in x's dtype; V is this device's part."""
+def _chunk(x_TD, head_DV, targets_T, *, options, vocab_axes, enlarged):
+    """The chunk's summed loss and its dlogits [T, V] in x's dtype; V is this device's part.
+
+    enlarged: what dlogits are multiplied by, one number or none.
+    """
     logits_TV = jnp.einsum("TD,DV->TV", x_TD, head_DV)
     width = head_DV.shape[1]
     first = jax.lax.axis_index(vocab_axes) * width if vocab_axes else 0
@@ -168,6 +194,8 @@ def _chunk(x_TD, head_DV, targets_T, *, options, vocab_axes):
     lse_T = max_T + jnp.log(sum_T)
     counts_T = (targets_T >= 0).astype(jnp.float32)
     loss = jnp.sum(counts_T * (lse_T - target_logit_T + options.z_loss * lse_T**2))
+    for factor in enlarged:
+        counts_T = counts_T * factor
     share_T = counts_T * (1 + 2 * options.z_loss * lse_T) / sum_T
     is_target_TV = word_V == targets_T[:, None]
     dlogits_TV = exp_TV * share_T[:, None] - jnp.where(is_target_TV, counts_T[:, None], 0.0)

@@ -18,8 +18,11 @@ def documents_of_batch(batch: Batch, plan: Plan) -> Documents:
 
 # The scopes (`loss`, `optimizer`, `embedding`, `attention`) are how perf/anatomy.py tells the parts
 # of an update apart.
-def cross_entropy_of(output, targets_BS, *, plan: Plan, z_loss: float):
-    """Summed over tokens, float32. output: (x [B, S, D], the table [D, V], the logits' cap, ..)."""
+def cross_entropy_of(output, targets_BS, *, plan: Plan, z_loss: float, enlarged=None):
+    """Summed over tokens, float32. output: (x [B, S, D], the table [D, V], the logits' cap, ..).
+
+    enlarged: as `ops.loss.cross_entropy` has it.
+    """
     x_BSD, head_DV, cap, *_ = output
     with jax.named_scope("loss"):
         return cross_entropy(
@@ -30,4 +33,5 @@ def cross_entropy_of(output, targets_BS, *, plan: Plan, z_loss: float):
             dtype=plan.execution.dtype,
             z_loss=z_loss,
             cap=cap,
+            enlarged=enlarged,
         )

@@ -19,7 +19,7 @@ from jaxscale.ops.fp8 import fp8_of
 from jaxscale.ops.layers import LAYERS
 from jaxscale.parallel import choice
 from jaxscale.parallel.choice import Pipeline
-from jaxscale.step import layout
+from jaxscale.step import layout, loss_scale
 from jaxscale.step.state import TrainState, split_model, to_flat
 from jaxscale.xla import options
 
@@ -112,6 +112,7 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
         frozen=shardings(abstract.frozen),
         extra=shardings(abstract.extra),
         opt_state=split_shardings(abstract.opt_state, opt_axes),
+        loss_scale=shardings(abstract.loss_scale),
     )
     update_shardings = split_shardings(abstract.params)
     device = devices[0]
@@ -161,7 +162,8 @@ def _abstract_state(
     params, frozen = (jax.eval_shape(hold, tree) for tree in (params, frozen))
     opt_state = jax.eval_shape(optimizer.init, params)
     step = jax.ShapeDtypeStruct((), jnp.int32)
-    return graphdef, TrainState(step, params, frozen, extra, opt_state)
+    scale = jax.eval_shape(lambda: loss_scale.init(config))
+    return graphdef, TrainState(step, params, frozen, extra, opt_state, scale)
 
 
 def _check_frozen(names: tuple[str, ...], *, params, frozen) -> None:

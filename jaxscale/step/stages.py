@@ -19,6 +19,7 @@ from jaxscale.ops.layers import layers_of, map_axes
 from jaxscale.parallel import pipeline
 from jaxscale.parallel.layer_store import STAGE, on_own_part
 from jaxscale.parallel.schedules import Table
+from jaxscale.step import loss_scale
 from jaxscale.step.loss import cross_entropy_of, documents_of_batch
 from jaxscale.step.plan import Plan, plan_of_run
 from jaxscale.step.relayout import Relayout
@@ -26,13 +27,20 @@ from jaxscale.step.state import TrainState, from_flat, to_flat
 
 
 def loss_and_gradients(state: TrainState, batch: Batch, *, plan: Plan, num_tokens):
-    """(loss, gradients like the parameters), over all microbatches of the batch."""
+    """(loss, gradients like the parameters), over all microbatches of the batch.
+
+    With float16 both are multiplied by the loss scale.
+    """
     assert plan.pipeline is not None
     table = plan.pipeline.table(batch.tokens.shape[0])
 
     def on_stage(params, frozen, batch, scale):
         split = _Split(params, frozen, plan=plan)
-        parts = split.parts(lambda loss: loss * scale, z_loss=plan.config.z_loss)
+        parts = split.parts(
+            lambda loss: loss * scale,
+            z_loss=plan.config.z_loss,
+            enlarged=loss_scale.of_logits(scale, by=state.loss_scale),
+        )
         loss, weights, outer = split.run(parts, batch, table=table)
         gradients = jax.tree.map(added_up, split.gradients(weights, outer), plan.update_shardings)
         return jax.lax.psum(loss, axes), gradients
@@ -54,6 +62,7 @@ def loss_and_gradients(state: TrainState, batch: Batch, *, plan: Plan, num_token
 
     axes = row_axes(plan)
     scale = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
+    scale = loss_scale.scaled(scale, by=state.loss_scale)
     specs = jax.tree.map(lambda s: _only(s.spec, (STAGE, *axes)), plan.update_shardings)
     mapped = _on_stages(on_stage, plan, more=(BATCH, P()), out_specs=(P(), specs))
     loss, gradients = mapped(state.params, state.frozen, batch, scale)
@@ -160,8 +169,11 @@ class _Split:
             params[number] = leaf
         return self._model(params)
 
-    def parts(self, finish: Callable, *, z_loss: float) -> pipeline.Parts:
-        """What the pipeline asks of the model; finish: of a microbatch's summed loss."""
+    def parts(self, finish: Callable, *, z_loss: float, enlarged=None) -> pipeline.Parts:
+        """What the pipeline asks of the model; finish: of a microbatch's summed loss.
+
+        enlarged: as `ops.loss.cross_entropy` has it.
+        """
         plan, stack = self._plan, self._stack
 
         def embed(outer, microbatch):
@@ -172,7 +184,14 @@ class _Split:
 
         def head(outer, x, microbatch):
             output = self._model_with(outer).output(x)
-            return finish(cross_entropy_of(output, microbatch.targets, plan=plan, z_loss=z_loss))
+            loss = cross_entropy_of(
+                output,
+                microbatch.targets,
+                plan=plan,
+                z_loss=z_loss,
+                enlarged=enlarged,
+            )
+            return finish(loss)
 
         layers = tuple(map(_without_aux, layers_of(stack, plan.execution)))
         return pipeline.Parts(embed, share, layers, head)

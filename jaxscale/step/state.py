@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxscale.step import loss_scale
 from jaxscale.step.relayout import Relayout, on_auto_axes
 
 
@@ -14,7 +15,8 @@ class TrainState(NamedTuple):
     """step: int32, updates done; the others are trees of arrays, parameters in float32.
 
     params: trained. frozen: parameters that are held fixed, without gradient or optimiser state.
-    extra: the model's other variables (scales, counters), carried and not trained.
+    extra: the model's other variables (scales, counters), carried and not trained. loss_scale: with
+    float16, else () (`step/loss_scale.py`).
     """
 
     step: Any
@@ -22,6 +24,7 @@ class TrainState(NamedTuple):
     frozen: Any
     extra: Any
     opt_state: Any
+    loss_scale: Any = ()
 
 
 def split_model(model: nnx.Module, *, frozen: tuple[str, ...] = ()) -> tuple[Any, Any, Any, Any]:
@@ -48,7 +51,8 @@ def init_state(plan) -> TrainState:
     def init(key):
         params, frozen, extra = weights(key)
         opt_state = plan.optimizer.init(params)
-        return TrainState(jnp.zeros((), jnp.int32), params, frozen, extra, opt_state)
+        step, scale = jnp.zeros((), jnp.int32), loss_scale.init(plan.config)
+        return TrainState(step, params, frozen, extra, opt_state, scale)
 
     # Outside of `use`: the partitioner splits the generation of the values by what the outputs
     # ask for.
@@ -57,8 +61,9 @@ def init_state(plan) -> TrainState:
         return jax.jit(init, out_shardings=shardings)(key)
     params, frozen, extra = _laid_out(weights, key, plan=plan)
     opt_state = jax.jit(plan.optimizer.init, out_shardings=shardings.opt_state)(params)
-    step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
-    return TrainState(step, params, frozen, extra, opt_state)
+    scalars = jnp.zeros((), jnp.int32), loss_scale.init(plan.config)
+    step, scale = jax.device_put(scalars, (shardings.step, shardings.loss_scale))
+    return TrainState(step, params, frozen, extra, opt_state, scale)
 
 
 def _laid_out(weights: Callable, key, *, plan):

@@ -1,7 +1,8 @@
 """Steps whose update is skipped: what is known of their batch, and when the run stops for them.
 
 `step/update.py` leaves the state as it was where the loss or the gradient is not finite, or the
-loss is above a limit that comes from here.
+loss is above a limit that comes from here. With float16 a step is also skipped where its loss scale
+was too large (`step/loss_scale.py`): that is the scale's fault, not the batch's, and counted apart.
 """
 
 import collections
@@ -51,7 +52,7 @@ class BadSteps:
         """batch_of: the number of the batch that a step reads."""
         self._config, self._settings, self._workdir = config, config.bad_steps, workdir
         self._rows, self._batch_of = rows, batch_of
-        self.num_skipped, self.num_roll_backs = 0, 0
+        self.num_skipped, self.num_roll_backs, self.num_overflows = 0, 0, 0
         self.go_back_from: int | None = None
         self._streak: list[int] = []
         self.reset(losses or [])
@@ -91,6 +92,9 @@ class BadSteps:
         """Raises BadStepError for the last in a row that is too long; saved: what is, in words."""
         if self.go_back_from is not None:
             return  # a step that was on its way is done again, too
+        if record.get("overflow"):
+            self._take_overflow(record)
+            return
         step, reason = record["step"], self._reason(record)
         if reason is None:
             self._streak = []
@@ -126,6 +130,16 @@ class BadSteps:
             f"step ({self._workdir / FILE}), lower config.schedule.peak, or set "
             "config.dtype='float32' to find out more"
         )
+
+    def _take_overflow(self, record: dict[str, Any]) -> None:
+        """Neither a bad step, nor the end of some in a row."""
+        self.num_overflows += 1
+        if is_lead():
+            log.info(
+                "step %d: gradients overflow float16 at a loss scale of %g; its update is skipped",
+                record["step"],
+                record["loss_scale"],
+            )
 
     def _reason(self, record: dict[str, Any]) -> str | None:
         bad = [key for key in ("loss", "grad_norm") if not math.isfinite(record[key])]

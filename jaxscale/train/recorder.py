@@ -187,6 +187,8 @@ class Recorder:
         """How much of the time was steps, and how many of them were skipped."""
         if num := self.bad_steps.num_skipped:
             log.warning("%d updates were skipped; %s has their batches", num, BAD_BATCHES)
+        if num := self.bad_steps.num_overflows:
+            log.info("%d updates were skipped for a loss scale that was too large", num)
         log.info(self._goodput.describe())
 
     def profile_from(self, step: int) -> None:

@@ -25,6 +25,7 @@ from jaxscale.data.loader import Corpus
 from jaxscale.metrics.goodput import Goodput
 from jaxscale.metrics.writers import last_step
 from jaxscale.models.model_folder import ModelFolder
+from jaxscale.step import loss_scale
 from jaxscale.step.feed import device_batches
 from jaxscale.step.plan import Plan, corpus_of_run, plan_of_run
 from jaxscale.step.pretrained import open_pretrained, with_pretrained
@@ -207,14 +208,17 @@ class Run:
             saved = saved_lead(metadata, self.config)
             return Relayout(saved, plan.lead, num_layers=self.config.model.num_layers)
 
-        restored = self.checkpoints.restore(
-            lambda leaves, metadata: relayout(metadata).as_saved(wanted, leaves), before=before
-        )
+        def asked(leaves: dict, metadata: dict):
+            there = loss_scale.for_checkpoint(wanted, leaves)
+            return relayout(metadata).as_saved(there, leaves)
+
+        restored = self.checkpoints.restore(asked, before=before)
         if restored is None:
             return None
         step, flat, metadata = restored
         self.num_left_out = metadata.get(LEFT_OUT, 0)
         self.losses = metadata.get(LOSSES, [])
+        flat = loss_scale.of_checkpoint(flat, wanted, config=self.config)
         return from_flat(plan.state, relayout(metadata).as_wanted(flat, wanted)), step
 
     def roll_back(

@@ -53,8 +53,8 @@ TYPES = {
 CHOICES = {
     "--config.remat=everything": ("--config.remat=everything", "auto|full|attention"),
     "--config.attention=flashattention": ("--config.attention=flashattention", "flash|cudnn|xla"),
-    "--config.dtype=bf16": ("--config.dtype=bf16", "bfloat16|float32"),
-    "--config.mesh.reduce_dtype=fp8": ("--config.mesh.reduce_dtype=fp8", "bfloat16|float32"),
+    "--config.dtype=bf16": ("--config.dtype=bf16", "bfloat16|float16|float32"),
+    "--config.mesh.reduce_dtype=fp8": ("--config.mesh.reduce_dtype=fp8", "bfloat16|float16"),
     "--config.mesh.axis_types=implicit": ("--config.mesh.axis_types=implicit", "explicit|auto"),
     "--config.pipeline.schedule=1f1b": ("--config.pipeline.schedule=1f1b", "one_f_one_b"),
     "--config.context.exchange=ulysses": ("--config.context.exchange=ulysses", "all_to_all"),
@@ -102,6 +102,19 @@ RANGES = {
     "--config.bad_steps.roll_back=1 --config.checkpoint.enabled=False": (
         "config.bad_steps.roll_back=1",
         "set it to 0",
+    ),
+    "--config.loss_scale.growth_every=0": ("config.loss_scale.growth_every=0", "1 or more"),
+    "--config.loss_scale.start=0.5": ("config.loss_scale.start=0.5", "1 or more"),
+    "--config.loss_scale.start=1024": ("config.loss_scale.start=1024.0", "config.dtype='float16'"),
+    "--config.dtype=float16 --config.loss_scale.start=1000": ("start=1000.0", "set it to 512.0"),
+    "--config.dtype=float16 --config.loss_scale.most=1024": ("start=65536.0", "1024.0 or less"),
+    "--config.dtype=float16 --config.precision.recipe=fp8_rowwise": (
+        "config.precision.recipe='fp8_rowwise'",
+        "set config.dtype='bfloat16'",
+    ),
+    "--config.dtype=bfloat16 --config.mesh.reduce_dtype=float16": (
+        "config.mesh.reduce_dtype='float16'",
+        "set it to 'bfloat16'",
     ),
     "--config.watchdog.step_seconds=-1": ("config.watchdog.step_seconds=-1.0", "0 or more"),
     "--config.integrity.replicas_every=-1": ("config.integrity.replicas_every=-1", "0 or more"),

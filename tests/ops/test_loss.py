@@ -75,6 +75,39 @@ def test_bfloat16_rounds_but_keeps_a_float32_gradient_of_the_head(batch):
     np.testing.assert_allclose(value, plain(x, head, targets, z_loss=0.0), rtol=1e-2)
 
 
+def test_enlarged_gradients_of_float16_are_not_lost():
+    """Of words that are not likely."""
+    key, words = jax.random.key(0), 32_768
+    x = jax.random.normal(key, (2, 32, 16)).astype(jnp.float16)
+    head = 1.5 * jax.random.normal(jax.random.key(1), (16, words))
+    targets = jnp.zeros((2, 32), jnp.int32)
+
+    def gradients(dtype, enlarged):
+        def scaled(x, head):
+            return 2.0**-4 * cross_entropy(
+                x, head, targets, vocab_size=words, dtype=dtype, enlarged=enlarged
+            )
+
+        return jax.jit(jax.grad(scaled, argnums=(0, 1)))(x.astype(dtype), head)
+
+    (_, exact), plain, enlarged = (
+        gradients(dtype, enlarged)
+        for dtype, enlarged in (
+            (jnp.float32, None),
+            (jnp.float16, None),
+            (jnp.float16, jnp.float32(2**10)),
+        )
+    )
+    # The head's, of each word: the worst of those that no token has for a target.
+    errors = [
+        np.max(np.linalg.norm(head - exact, axis=0)[1:] / np.linalg.norm(exact, axis=0)[1:])
+        for _, head in (plain, enlarged)
+    ]
+    # 2% is what logits rounded to float16 leave.
+    assert errors[0] > 1.0 and errors[1] < 0.04
+    np.testing.assert_allclose(plain[0], enlarged[0], atol=1e-3, rtol=1e-2)
+
+
 def test_no_float32_logits_of_the_batch_are_held(monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_TOKENS", 64)
     x, head = jnp.zeros((4, 128, 8), jnp.bfloat16), jnp.zeros((8, 1024), jnp.float32)

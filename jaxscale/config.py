@@ -266,6 +266,9 @@ class PrecisionConfig:
     weight_gradients: bool = True
     # On devices without such products: the same numbers, slowly.
     emulate: bool = False
+    # Steps between looks at what rounding loses, in the workdir's rounding.jsonl; 0: none. Each is
+    # a forward and a backward pass more, and a program to compile.
+    statistics_every: int = number(least=0, default=0)
 
 
 # One over the least number that float16 has.
@@ -572,6 +575,20 @@ def _validate_precision(config: Config) -> None:
         value=config.mesh.reduce_dtype.value,
         fix=f"gradients of config.dtype={config.dtype.value!r} are not summed in less; set it to "
         "'bfloat16', or config.dtype='float16'",
+    )
+    every = precision.statistics_every
+    _require(
+        not every or precision.recipe != Recipe.DTYPE,
+        "precision.statistics_every",
+        value=every,
+        fix="nothing is rounded to 8 bits; set it to 0, or config.precision.recipe",
+    )
+    _require(
+        not every or config.mesh.stage == 1,
+        "precision.statistics_every",
+        value=every,
+        fix=f"the stages of config.mesh.stage={config.mesh.stage} cannot be looked into; set it "
+        "to 0",
     )
     first, last = precision.first_layers_as_dtype, precision.last_layers_as_dtype
     for key, value in (("first_layers_as_dtype", first), ("last_layers_as_dtype", last)):

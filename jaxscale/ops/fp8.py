@@ -12,6 +12,7 @@ nothing. It costs less than one of e4m3's 18 binades.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -34,7 +35,8 @@ class Fp8:
 
     names: of the weights, or parts of them; empty: all. gradient: of what comes backwards, E4M3 or
     E5M2. weight_gradients: whether the weights' own gradients are such products too. num_first,
-    num_last: layers of a stack, at its ends, that have none.
+    num_last: layers of a stack, at its ends, that have none. observe: called on the host with what
+    is rounded, as `tell` says; None: nobody looks.
     """
 
     recipe: Recipe
@@ -43,6 +45,7 @@ class Fp8:
     weight_gradients: bool
     num_first: int
     num_last: int
+    observe: Callable[..., None] | None = None
 
     @property
     def gradient_dtype(self):
@@ -103,6 +106,28 @@ def quantise_with(scale, x, *, dtype) -> Quantised:
     return Quantised((x.astype(jnp.float32) * (1 / scale)).astype(dtype), scale)
 
 
+# Exponents that a scale may have, from the least on.
+EXPONENTS = range(_LEAST_EXPONENT, _MOST_EXPONENT + 1)
+
+
+def tell(observe: Callable[..., None] | None, what: str, *, before, after: Quantised) -> None:
+    """observe(what, numbers, scales=), on the host: float32 [3], and int32 [len(EXPONENTS)].
+
+    numbers: the values that are not 0, of these those that rounding makes 0, and those that it
+    brings to the most there is. scales: how many have which exponent.
+    """
+    if observe is None:
+        return
+    is_there, most = before != 0, float(jnp.finfo(after.values.dtype).max)
+    values = jnp.abs(after.values.astype(jnp.float32))
+    counted = (is_there, is_there & (values == 0), values == most)
+    numbers = jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in counted])
+    powers = jnp.frexp(after.scale)[1][..., None] - 1
+    is_power = powers == jnp.arange(EXPONENTS.start, EXPONENTS.stop)
+    scales = jnp.sum(is_power, axis=range(is_power.ndim - 1), dtype=jnp.int32)
+    jax.debug.callback(functools.partial(observe, what), numbers, scales=scales)
+
+
 def dims_of(subscripts: str, operand: int, *, recipe: Recipe) -> tuple[int, ...]:
     """The dimensions of an operand of `subscripts` (0 or 1) that share a scale."""
     inputs, result = subscripts.split("->")
@@ -112,13 +137,21 @@ def dims_of(subscripts: str, operand: int, *, recipe: Recipe) -> tuple[int, ...]
 
 
 def product(
-    subscripts: str, operands, *, recipe: Recipe, dtypes, out_dtype, is_accurate: bool = False
+    subscripts: str,
+    operands,
+    *,
+    recipe: Recipe,
+    dtypes,
+    out_dtype,
+    is_accurate: bool = False,
+    told: Callable[..., None] | None = None,
 ):
     """The einsum of two operands in 8 bits, added up in float32, as `out_dtype`.
 
     operands: `Quantised`, or arrays that are quantised here, to these dtypes. The result has all
     that one of them keeps before what the other keeps. is_accurate: sums are moved from the tensor
-    cores' short accumulators to float32 again and again, as gradients need.
+    cores' short accumulators to float32 again and again, as gradients need. told: called with
+    `before` and `after` of each operand that is quantised here.
     """
     inputs, result = subscripts.split("->")
     summed = [dim for dim in inputs.split(",")[0] if dim not in result]
@@ -127,7 +160,9 @@ def product(
         operand = operands[i]
         if not isinstance(operand, Quantised):
             shared = dims_of(subscripts, i, recipe=recipe)
-            operand = quantise(operand, dtypes[i], dims=shared)
+            before, operand = operand, quantise(operand, dtypes[i], dims=shared)
+            if told is not None:
+                told(before=before, after=operand)
         parts.append(_as_matrix(operand, dims=dims, last=summed))
     (lhs, lhs_shape), (rhs, rhs_shape) = parts if result[0] in inputs.split(",")[0] else parts[::-1]
     multiply = functools.partial(

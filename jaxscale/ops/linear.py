@@ -59,6 +59,7 @@ def linear(
                 subscripts,
                 x,
                 stored=stored,
+                name=name,
                 gather=gather,
                 specs=specs,
                 out=out,
@@ -202,7 +203,15 @@ def _say_once(message: str) -> None:
 
 
 def _in_8_bits(
-    subscripts: str, x, *, stored, gather, specs: _Specs, out: str, execution: Execution
+    subscripts: str,
+    x,
+    *,
+    stored,
+    name: str,
+    gather,
+    specs: _Specs,
+    out: str,
+    execution: Execution,
 ):
     """x times the weight; this product and those of its gradients by `fp8.product` on each device.
 
@@ -216,13 +225,19 @@ def _in_8_bits(
     to_x, to_weight = f"{y_dims},{weight_dims}->{x_dims}", f"{x_dims},{y_dims}->{weight_dims}"
     x_spec = _as_it_came(x, specs.x)
 
+    def tell(what: str, **rounded):
+        fp8.tell(how.observe, f"{name}.{what}", **rounded)
+
     def on_each_device(dims: str, operands, *, dtypes, out_dtype, specs, out):
+        # Both are rounded once more for the weight's gradient.
+        role = {subscripts: "x", to_x: "gradient"}.get(dims)
         product = functools.partial(
             fp8.product,
             recipe=how.recipe,
             dtypes=dtypes,
             out_dtype=out_dtype,
             is_accurate=dims != subscripts,
+            told=functools.partial(tell, role) if role else None,
         )
         return shd.product_of_parts(product, operands, subscripts=dims, specs=specs, out=out)
 
@@ -244,8 +259,9 @@ def _in_8_bits(
         stored, dims = _values_of(stored), fp8.dims_of(subscripts, 1, recipe=how.recipe)
         stored = stored.astype(x.dtype)
         scale = checkpoint_name(fp8.scale_for(stored, fp8.FORWARD, dims=dims), SCALES)
-        values = gather(fp8.quantise_with(scale, stored, dtype=fp8.FORWARD).values)
-        return fp8.Quantised(_named(_values_of(values)), scale)
+        part = fp8.quantise_with(scale, stored, dtype=fp8.FORWARD)
+        tell("weight", before=stored, after=part)
+        return fp8.Quantised(_named(_values_of(gather(part.values))), scale)
 
     @jax.custom_vjp
     def product(x, stored):

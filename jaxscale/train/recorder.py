@@ -1,6 +1,8 @@
 """The records of a run: of its steps, and of what happens between them."""
 
 import contextlib
+import dataclasses
+import json
 import logging
 import math
 import threading
@@ -12,14 +14,19 @@ from typing import Any
 import jax
 
 from jaxscale import config as run_config
+from jaxscale import distributed
 from jaxscale.config import Config
 from jaxscale.metrics.goodput import Goodput, read
 from jaxscale.metrics.meter import Meter
 from jaxscale.metrics.writers import Writers, open_writers
+from jaxscale.step.rounding import Rounded
 from jaxscale.train.bad_steps import FILE as BAD_BATCHES
 from jaxscale.train.bad_steps import BadSteps
 from jaxscale.train.pace import Pace, Progress
 from jaxscale.train.profile import Profile
+
+# What rounding to 8 bits loses, a line a look.
+ROUNDING = "rounding.jsonl"
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +170,20 @@ class Recorder:
     def evaluation(self, step: int, loss: float) -> None:
         """Held-out nats a token."""
         self._writers.write({"step": step} | self._held_out.record(loss))
+
+    def rounding(self, step: int, rounded: dict[str, Rounded]) -> None:
+        """What the lead's devices lose by rounding to 8 bits, by weight and operand."""
+        if not distributed.is_lead():
+            return
+        worst = max(rounded, key=lambda what: rounded[what].lost)
+        log.info("rounding to 8 bits: %.3g%% of %s become 0", 100 * rounded[worst].lost, worst)
+        line = {"step": step} | {what: dataclasses.asdict(of) for what, of in rounded.items()}
+        path = self._workdir / ROUNDING
+        try:
+            with open(path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            log.error("%s cannot be written: %s", path, error.strerror)
 
     def saving(self, step: int) -> None:
         """What the run has cost so far goes on record with what is saved."""

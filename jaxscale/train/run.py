@@ -31,6 +31,7 @@ from jaxscale.step.plan import Plan, corpus_of_run, plan_of_run
 from jaxscale.step.pretrained import open_pretrained, with_pretrained
 from jaxscale.step.relayout import LEAD, Relayout, saved_lead
 from jaxscale.step.remarks import remarks
+from jaxscale.step.rounding import Rounding
 from jaxscale.step.state import TrainState, from_flat, init_state, to_flat
 from jaxscale.step.update import update
 from jaxscale.train import preflight
@@ -177,6 +178,10 @@ class Run:
         return Integrity(self.update.plan, hosts=self.hosts, command=self.command)
 
     @functools.cached_property
+    def rounding(self) -> Rounding:
+        return Rounding(self.update.plan)
+
+    @functools.cached_property
     def evaluate(self) -> Callable[[TrainState, Progress], float]:
         """The mean loss over the first config.evaluation.batches held-out batches."""
         return make_evaluate(self.plan, self.corpus)
@@ -297,6 +302,9 @@ class Run:
         if self.is_check_due(step):
             with record.paused("integrity"):
                 self.check(step, state, batch=batch, record=record)
+        if self.is_due(self.config.precision.statistics_every, step):
+            with record.paused("other"):
+                record.rounding(step, self.rounding.of(state, batch))
         if self.is_due(self.config.evaluation.every, step):
             with record.paused("evaluation") as progress:
                 record.evaluation(step, self.evaluate(state, progress))

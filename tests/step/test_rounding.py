@@ -1,0 +1,73 @@
+"""What rounding to 8 bits loses is counted right, and on every layout."""
+
+import functools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxscale import sharding as shd
+from jaxscale.step.feed import device_batches
+from jaxscale.step.rounding import Rounding
+from jaxscale.step.state import init_state, to_flat
+from tests.step.conftest import make_plan, small_config
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "auto": dict(fsdp=8, axis_types="auto", grad_accumulation=2),
+    "lean hsdp": dict(data=2, fsdp=4, scan_unroll=2, remat="attention_mlp"),
+    "tp sp": dict(data=2, fsdp=2, tensor=2),
+    "context": dict(fsdp=4, context=2, reduce_dtype="float32"),
+}
+WEIGHTS = ("down", "gate", "out", "qkv", "up")
+
+
+@pytest.fixture(scope="module")
+def rounded(rows):
+    """`rounded(num_devices, **changes)`: (what a first step loses, the parameters by name)."""
+
+    @functools.cache
+    def rounded(num_devices, **changes):
+        plan = make_plan(small_config(dtype="bfloat16", **changes), num_devices)
+        state = init_state(plan)
+        loader = device_batches(plan, rows, start=0)
+        with shd.use(plan.mesh, plan.rules):
+            found = Rounding(plan).of(state, next(loader))
+        loader.close()
+        return found, {name: np.asarray(leaf) for name, leaf in to_flat(state.params).items()}
+
+    return rounded
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise"])
+def test_weights_and_scales_are_counted(rounded, recipe):
+    found, params = rounded(1, recipe=recipe)
+    operands = [f"{name}.{what}" for name in WEIGHTS for what in ("gradient", "weight", "x")]
+    assert list(found) == operands
+    lost = num_scales = 0
+    for layer in params["layers.up"].astype(ml_dtypes.bfloat16).astype(np.float64):
+        dims = None if recipe == "fp8_tensorwise" else 0
+        amax = np.abs(layer).max(axis=dims, keepdims=True)
+        scale = 2.0 ** np.ceil(np.log2(amax / 448))
+        lost += ((layer / scale).astype(ml_dtypes.float8_e4m3fn) == 0).sum()
+        num_scales += scale.size
+        assert set(np.log2(scale).ravel()) <= set(found["up.weight"].scales)
+    if recipe == "fp8_tensorwise":  # else each weight is rounded once more for its other product
+        assert found["up.weight"].lost == pytest.approx(lost / params["layers.up"].size)
+        assert sum(found["up.weight"].scales.values()) % num_scales == 0
+    for operand in found.values():
+        assert 0 <= operand.lost < 0.2 and 0 <= operand.full < 0.05
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_loses_what_one_device_does(rounded, layout):
+    alone, _ = rounded(1, recipe="fp8_tensorwise")
+    here, _ = rounded(8, recipe="fp8_tensorwise", **LAYOUTS[layout])
+    assert list(here) == list(alone)
+    for name, operand in here.items():
+        # A device's own scale may be smaller, not larger, than that of all.
+        assert operand.lost <= alone[name].lost * 1.05 + 1e-4, name
+        assert max(operand.scales) <= max(alone[name].scales) + 1
+        if name.endswith("weight"):
+            assert operand.lost == pytest.approx(alone[name].lost, rel=1e-4), name
+            assert operand.scales.keys() == alone[name].scales.keys()

@@ -402,4 +402,13 @@ def _unstack(leaf):
     return tuple(leaf[i] for i in range(leaf.shape[0]))
 
 
-_unstack.defvjp(lambda leaf: (_unstack(leaf), None), lambda _, gradients: (jnp.stack(gradients),))
+def _stacked(parts):
+    """`jnp.stack`, also of gradients that are each device's own sums.
+
+    It makes arrays [1, ...] on the way without saying that those too are sums yet to be made: XLA
+    makes them there, and sums what they give once more (jax 0.10.2 and 0.11.2).
+    """
+    return jnp.concatenate([jnp.expand_dims(part, 0) for part in parts])
+
+
+_unstack.defvjp(lambda leaf: (_unstack(leaf), None), lambda _, gradients: (_stacked(gradients),))

@@ -271,12 +271,13 @@ def test_the_pool_is_jaxs_share_of_the_card(monkeypatch):
 
 # Which gradients are summed where.
 
-# Name -> mesh, for the 8 GPUs.
+# Name -> mesh, for the 8 GPUs, and how many layers are unrolled.
 SPLITS: dict[str, dict[str, Any]] = {
     "zero3": dict(data=2, fsdp=4),
     "zero3 tp sp": dict(data=2, fsdp=2, tensor=2),
     "zero2": dict(data=2, fsdp=4, zero=2),
     "zero1": dict(data=2, fsdp=4, zero=1),
+    "zero1 unrolled": dict(data=2, fsdp=4, zero=1, scan_unroll=4),
     "zero3 in float32": dict(data=2, fsdp=4, reduce_dtype=Dtype.FLOAT32),
 }
 SPLIT_LAYERS = 4
@@ -381,7 +382,9 @@ def called(attributes: str, lines: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module", params=SPLITS)
 def split(request, config_8b, devices) -> Split:
-    config = config_8b(remat=Remat.ATTENTION_MLP, mesh=MeshConfig(**SPLITS[request.param]))
+    mesh = dict(SPLITS[request.param])
+    scan_unroll = mesh.pop("scan_unroll", 1)
+    config = config_8b(remat=Remat.ATTENTION_MLP, scan_unroll=scan_unroll, mesh=MeshConfig(**mesh))
     config.model = dataclasses.replace(config.model, num_layers=SPLIT_LAYERS)
     return split_of(config, devices)
 

@@ -22,6 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": dict(fsdp=8),
     "auto": dict(fsdp=8, axis_types="auto"),
     "gathered once": dict(fsdp=8, reshard_after_forward=False),
+    "lean zero1": dict(fsdp=8, zero=1, scan_unroll=2, remat="attention"),
     "lean hsdp": dict(data=2, fsdp=4, scan_unroll=2, remat="attention_mlp"),
     "tp sp": dict(data=2, fsdp=2, tensor=2),
     "context": dict(data=2, fsdp=2, context=2, reduce_dtype="float32"),

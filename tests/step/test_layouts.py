@@ -58,10 +58,15 @@ def test_unrolling_the_layer_scan_changes_no_loss(run):
 
 # Where barriers stand in for the loop, and weights are cut out of their stacks in each layer.
 LEAN: dict[str, dict[str, Any]] = {
+    f"zero{zero} {remat}": dict(fsdp=8, zero=zero, remat=remat)
+    for zero in (1, 2, 3)
+    for remat in ("full", "attention", "attention_mlp", "gemms_lean")
+}
+LEAN |= {
     "one device": dict(num_devices=1, remat="gemms_lean"),
-    "fsdp": dict(fsdp=8, remat="gemms_lean"),
     "the first layer leaner": dict(fsdp=8, remat="gemms_lean", leaner_layers=1),
-    "zero2": dict(data=2, fsdp=4, zero=2, remat="attention_mlp"),
+    "hsdp zero2": dict(data=2, fsdp=4, zero=2, remat="attention_mlp"),
+    "fsdp context zero1": dict(fsdp=4, context=2, zero=1, remat="gemms_lean"),
     "fsdp tp, weights kept": dict(
         fsdp=4, tensor=2, reshard_after_forward=False, remat="gemms_lean"
     ),
@@ -138,6 +143,9 @@ UNROLLED: dict[str, dict[str, Any]] = {
     "attention auto": dict(fsdp=8, remat="attention", axis_types="auto"),
     "attention_mlp, weights kept": dict(fsdp=8, remat="attention_mlp", reshard_after_forward=False),
     "zero2": dict(fsdp=8, remat="attention", zero=2),
+    "hsdp tp sp accumulated zero1": dict(
+        data=2, fsdp=2, tensor=2, zero=1, grad_accumulation=2, remat="attention"
+    ),
     "hsdp tp sp accumulated": dict(
         data=2, fsdp=2, tensor=2, grad_accumulation=2, remat="attention_mlp"
     ),

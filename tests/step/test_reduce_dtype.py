@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3 auto": dict(fsdp=8, axis_types="auto"),
     "zero3 unrolled, weights kept": dict(fsdp=8, scan_unroll=2, reshard_after_forward=False),
     "zero1": dict(fsdp=8, zero=1),
+    "zero1 unrolled, lean": dict(fsdp=8, zero=1, scan_unroll=2, remat="attention"),
     "zero2 without remat": dict(fsdp=8, zero=2, remat="none"),
     "hsdp": dict(data=2, fsdp=4),
     "hsdp auto": dict(data=2, fsdp=4, axis_types="auto"),

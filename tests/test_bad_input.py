@@ -65,7 +65,7 @@ BEFORE_DEVICES = {
     "--config.steps=0": ("config.steps=0", "set it to 1 or more"),
     "--config.z_loss=-1": ("config.z_loss=-1.0", "set it to 0 or more"),
     "--config.z_loss=nan": ("config.z_loss=nan", "set it to 0 or more"),
-    "--config.dtype=float16": ("--config.dtype=float16", "bfloat16|float32"),
+    "--config.dtype=float64": ("--config.dtype=float64", "bfloat16|float16|float32"),
     "--config.data.shuffle=maybe": ("--config.data.shuffle=maybe", "write true or false"),
     "--config.data.shuffle False": ("'False' is no flag", "write --config.data.shuffle=False"),
     "--config.data.shuffle ''": ("'' is no flag", "write --config.data.shuffle="),

@@ -28,7 +28,7 @@ class ModelFlags:
             "tokenizer", None, "'bytes', or a tokenizer.json or its folder, if not the model's own."
         )
         self._dtype = flags.DEFINE_enum(
-            "dtype", "bfloat16", ["bfloat16", "float32"], "Of matrix products."
+            "dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of matrix products."
         )
 
     @property

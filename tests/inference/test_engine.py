@@ -168,6 +168,18 @@ def test_the_score_of_packed_passages_is_that_of_each_alone(gemma, engine):
 
 
 @pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize(("dtype", "rtol"), [(Dtype.BFLOAT16, 5e-3), (Dtype.FLOAT16, 6e-4)])
+def test_a_score_is_as_near_as_its_dtype_lets_it_be(gemma, dtype, rtol):
+    logits = whole_logits(gemma.whole_model())
+    text = np.random.default_rng(0).integers(0, 100, 64).astype(np.int32)
+    engine = Engine(gemma, dtype=dtype, devices=jax.devices()[:2])
+    (given,) = scores(engine, [Passage(text, first=1)])
+    np.testing.assert_allclose(given.loss, loss_of(logits, text).sum(), rtol=rtol)
+    (row,) = joined(engine.continued(PROMPTS[:1], sampling=GREEDY, max_tokens=4))
+    assert len(row) == 4 and max(row) < 100
+
+
+@pytest.mark.usefixtures("short_rows")
 def test_what_is_likeliest_is_said_so(engine):
     (prompt,) = PROMPTS[:1]
     (made,) = joined(engine.continued([prompt], sampling=GREEDY, max_tokens=5))

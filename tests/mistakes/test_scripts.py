@@ -69,7 +69,10 @@ GENERATE = {
     "generate --workdir=run --prompt=x --max_tokens=0": ("--max_tokens=0", "positive integer"),
     "generate --workdir=run --prompt=x --max_tokens=lots": ("--max_tokens=lots", WHOLE),
     "generate --workdir=run --prompt=x --max_tokens=99999999999": ("99999999999", "or less"),
-    "generate --workdir=run --prompt=x --dtype=float16": ("--dtype=float16", "bfloat16|float32"),
+    "generate --workdir=run --prompt=x --dtype=float64": (
+        "--dtype=float64",
+        "bfloat16|float16|float32",
+    ),
     "generate --workdir=run --prompt=x --tokenizer=gpt2": ("--tokenizer='gpt2'", "give 'bytes'"),
     "generate --workdir=run": ("there is no prompt: write --prompt=...",),
     "generate --workdir=run --prompt=": ("prompt 1 holds no token", "write something"),

@@ -8,6 +8,7 @@ calls. TFLOP/s count the pairs of a query and a key that it sees.
 
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 from absl import app, flags
 
 from jaxscale.command_line import EXIT_MISTAKE, parse_flags_and_words, tell
@@ -27,7 +28,11 @@ def main(argv: list[str]) -> int | None:
     if unknown := [name for name in CASES.value if name not in cases]:
         message = f"--cases={','.join(unknown)}: {argv[1]} has {', '.join(cases)}"
         return tell(ValueError(message), EXIT_MISTAKE)
-    for line in measure(CASES.value or [name for name in cases if name != "tiny"]):
+    names = CASES.value or [name for name in cases if name != "tiny"]
+    if names != ["tiny"] and jax.default_backend() == "cpu":
+        message = "JAX finds no GPU here, and CPUs have no memory for this: give --cases=tiny"
+        return tell(ValueError(message), EXIT_MISTAKE)
+    for line in measure(names):
         print(line, flush=True)
     return None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from jaxscale.command_line import EXIT_FAILED, parse_own_flags, tell
+from jaxscale.command_line import EXIT_FAILED, EXIT_MISTAKE, parse_own_flags, tell
 from jaxscale.perf import whole_run
 from jaxscale.perf.processes import FailedError
 from jaxscale.perf.progress import show_progress
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     try:
         record = whole_run.measure(argv[1:], options)
     except FailedError as error:
-        return tell(error, EXIT_FAILED)
+        return tell(error, EXIT_MISTAKE if error.code == EXIT_MISTAKE else EXIT_FAILED)
     print(whole_run.describe(record))
     print(json.dumps(record))
     return 0

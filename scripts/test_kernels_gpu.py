@@ -22,7 +22,10 @@ def main(words: list[str]) -> int:
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     shown = "import jax; print(jax.devices()[0].device_kind, 'jax', jax.__version__)"
-    subprocess.run([sys.executable, "-c", shown], env=environment, cwd=ROOT, check=True)
+    probe = subprocess.run([sys.executable, "-c", shown], env=environment, cwd=ROOT, check=False)
+    if probe.returncode:
+        sys.stderr.write("\nerror: JAX finds no GPU here; run this on a machine that has one\n")
+        return probe.returncode
     command = [sys.executable, "-m", "pytest", "-q", "-ra", *TESTS, *words]
     return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
 

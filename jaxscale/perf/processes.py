@@ -16,7 +16,14 @@ log = logging.getLogger(__name__)
 
 
 class FailedError(RuntimeError):
-    """What was to be measured failed; of a process the message holds the end of its output."""
+    """What was to be measured failed; of a process the message holds the end of its output.
+
+    code: its exit code; None if it ran out of time, or no process failed.
+    """
+
+    def __init__(self, message: str, *, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def run(
@@ -60,7 +67,8 @@ def run(
     if code not in expected:
         raise FailedError(
             f"{shlex.join(map(str, command))}\n{_fate(code, timeout_seconds)}; "
-            f"the last lines it printed:\n{tail(output)}"
+            f"the last lines it printed:\n{tail(output)}",
+            code=code,
         )
 
 

@@ -52,6 +52,7 @@ def test_kernels_are_timed_beside_one_another_and_checked(capsys):
     [
         ([], "name one kernel of attention"),
         (["softmax"], "name one kernel of attention"),
+        (["attention"], "JAX finds no GPU here"),
         (["attention", "--cases=tiny,huge"], "--cases=huge: attention has causal_8k"),
     ],
 )

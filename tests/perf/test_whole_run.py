@@ -178,8 +178,10 @@ def test_the_second_start_is_with_the_programs_of_the_first_and_nothing_else_is_
         ),
     ],
 )
-def test_what_the_run_says_when_it_fails_is_told(bench_step, config_file, arguments, told, capfd):
-    assert bench_step.run("--config", config_file, *arguments) == 1
+def test_what_the_run_says_of_a_mistake_is_told_with_its_code(
+    bench_step, config_file, arguments, told, capfd
+):
+    assert bench_step.run("--config", config_file, *arguments) == 2
     output, errors = capfd.readouterr()
     assert told in errors and "failed with exit code 2" in errors and output == ""
 

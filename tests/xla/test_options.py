@@ -237,7 +237,7 @@ def test_collectives_of_a_layer_are_combined_where_it_was_measured():
     assert not gather.applies(scanned, SIZES) and not scatter.applies(scanned, SIZES)
 
 
-@pytest.mark.parametrize("reduce_dtype", [Dtype.BFLOAT16, Dtype.FLOAT32])
+@pytest.mark.parametrize("reduce_dtype", Dtype)
 def test_one_layers_weights_or_gradients_are_combined_and_not_twos(reduce_dtype):
     gather, scatter = (
         option for option in OPTIONS if option.name.endswith("combine_threshold_bytes")
@@ -249,7 +249,7 @@ def test_one_layers_weights_or_gradients_are_combined_and_not_twos(reduce_dtype)
         config, model=dataclasses.replace(config.model, model_dim=8192, mlp_dim=28_672)
     )
     weights = 2 * config.model.num_layer_params()
-    gradients = weights // 8 * (1 if reduce_dtype == Dtype.BFLOAT16 else 2)
+    gradients = config.model.num_layer_params() * reduce_dtype.itemsize // 8
     assert weights < gather.value_for(config, SIZES) < 2 * weights
     assert gradients < scatter.value_for(config, SIZES) < 2 * gradients
 

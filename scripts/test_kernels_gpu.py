@@ -2,7 +2,7 @@
 
     python scripts/test_kernels_gpu.py [words for pytest]
 
-The same tests run in `make test`, which skips what a CPU cannot run. About a minute.
+The same tests run in `make test`, which skips what a CPU cannot run. A few minutes.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("tests/kernels", "tests/ops/test_fp8.py")
+TESTS = ("tests/kernels", "tests/inference/test_fused.py", "tests/ops/test_fp8.py")
 
 
 def main(words: list[str]) -> int:

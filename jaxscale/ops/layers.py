@@ -71,14 +71,22 @@ def stack_layers(make: Callable[[jax.Array], Any], keys: jax.Array):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Unstacked:
-    """A stack's weight as one array a layer, where no backward pass wants them together."""
+    """A stack's weight as one array a layer, where no backward pass wants them together.
+
+    is_turned: their first axis is stored as the last.
+    """
 
     layers: tuple
+    is_turned: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def __getitem__(self, number: int):
+        layer = self.layers[number]
+        return jnp.moveaxis(layer, -1, 0) if self.is_turned else layer
 
 
 def layer_of(weights, number: int):
     """The weights of one layer, out of a stack's whose leaves are `Unstacked`."""
-    mine = jax.tree.map(lambda leaf: leaf.layers[number], weights, is_leaf=_is_unstacked)
+    mine = jax.tree.map(lambda leaf: leaf[number], weights, is_leaf=_is_unstacked)
     return map_axes(lambda axes: axes[1:], mine)
 
 

@@ -56,6 +56,7 @@ def measure(
             "max_tokens": max_tokens,
             "device_kind": jax.devices()[0].device_kind,
             "num_devices": engine.mesh.size,
+            "unfused": engine.unfused,
             "first_token_seconds": first,
             "step_seconds": seconds,
             "tokens_per_second": num_texts / seconds,

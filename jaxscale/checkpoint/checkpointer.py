@@ -9,16 +9,15 @@ nothing. So a step is written beside its final name, checksummed, and only then 
         metadata.json       the caller's metadata, and the shape and dtype of every leaf
         checksums.json      size and CRC-32 of every file above
 
-`folders.py` has the other names that a step goes through. Reading never changes the folder, so an
-evaluation may read while a run writes.
+`folders.py` has the other names that a step goes through; `stored.py` reads. Reading never changes
+the folder, so an evaluation may read while a run writes.
 """
 
 import contextlib
-import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from jaxscale.checkpoint import leaves as state_leaves
 from jaxscale.checkpoint.folders import StepFolders
 from jaxscale.checkpoint.parts import Part, copy_parts, is_index
 from jaxscale.checkpoint.quiet import leave_out_late_writes, quieten_orbax
+from jaxscale.checkpoint.stored import METADATA, STATE, CheckpointError, StoredSteps, listed
 from jaxscale.checkpoint.together import (
     COPYING,
     SaveFailed,
@@ -49,18 +49,7 @@ SAVE_TIMEOUT_SECONDS = 3600
 # And a file that another host has written be seen so late: NFS keeps what it knows for 60 s.
 SEEN_SECONDS = 90
 
-STATE, METADATA, CHECKSUMS = "state", "metadata.json", checksums.NAME
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that is damaged, or a save that failed. Nothing the user typed.
-
-    step: of the save that failed.
-    """
-
-    def __init__(self, message: str, *, step: int | None = None):
-        super().__init__(message)
-        self.step = step
+CHECKSUMS = checksums.NAME
 
 
 class Checkpointer:
@@ -83,12 +72,12 @@ class Checkpointer:
             )
         self._folder = Path(folder).absolute()
         self._steps = StepFolders(self._folder)
+        self._stored = StoredSteps(self._folder, self._steps)
         self._keep_last, self._keep_every = keep_last, keep_every
         self._start, self._num_saves = start, 0
         # For `tiers.py`: called with a step that has its name; and steps that must not be deleted.
         self.on_published: Callable[[int], None] = lambda step: None
         self.pinned: set[int] = set()
-        self._defects: dict[int, str] = {}
         self._pending: Future | None = None
         self._pending_step = -1
         self._together = Together(SAVE_TIMEOUT_SECONDS)
@@ -179,17 +168,17 @@ class Checkpointer:
         # The lead's list counts for all: file systems may show other processes other folders.
         steps = distributed.lead_says(sorted(self._steps.all(), reverse=True))
         if step is not None and step not in steps:
-            raise ValueError(f"step={step} is not in {self._folder}; it holds {_listed(steps)}")
+            raise ValueError(f"step={step} is not in {self._folder}; it holds {listed(steps)}")
         candidates = steps if step is None else [step]
         candidates = [c for c in candidates if before is None or c < before]
         for candidate in candidates:
-            if self._is_sound(candidate):
+            if self._stored.is_sound(candidate):
                 wanted = self._asked(abstract_state, candidate)
-                self._check_leaves(candidate, state_leaves.describe_wanted(wanted))
+                self._stored.check_leaves(candidate, state_leaves.describe_wanted(wanted))
                 return candidate, self._load(candidate, wanted), self.metadata(candidate)
         if not candidates:
             return None
-        raise self._restore_error(candidates, untried=[s for s in steps if s not in candidates])
+        raise self._stored.error_of(candidates, untried=[s for s in steps if s not in candidates])
 
     def restore_part(self, abstract_part: Any, *, step: int) -> dict[str, Any]:
         """These leaves of a sound step, by path, in these shardings and dtypes; no other is read.
@@ -198,17 +187,10 @@ class Checkpointer:
         Raises CheckpointError when the step is damaged, ValueError when it does not exist or has
         not these leaves. Call on every process.
         """
-        if not self._is_sound(step):
-            raise self._restore_error([step], untried=[s for s in self._steps.all() if s != step])
+        if not self._stored.is_sound(step):
+            raise self._stored.error_of([step], untried=[s for s in self._steps.all() if s != step])
         abstract_part = self._asked(abstract_part, step)
-        wanted = state_leaves.describe_wanted(abstract_part)
-        saved = self._leaves(step)
-        part = {path: leaf for path, leaf in saved.items() if path in wanted}
-        if differences := state_leaves.different_leaves(part, wanted):
-            raise ValueError(
-                f"checkpoint step {step} in {self._folder} is not of this model:\n  "
-                + "\n  ".join(differences)
-            )
+        self._stored.check_part(step, state_leaves.describe_wanted(abstract_part))
         return self._load(step, abstract_part)
 
     def latest_step(self) -> int | None:
@@ -216,17 +198,15 @@ class Checkpointer:
 
         Its arrays are not checked.
         """
-        return next(
-            (step for step in sorted(self._steps.all(), reverse=True) if self._has_record(step)),
-            None,
-        )
+        newest_first = sorted(self._steps.all(), reverse=True)
+        return next(filter(self._stored.has_record, newest_first), None)
 
     def metadata(self, step: int) -> dict:
         """The metadata saved with `step`; touches no device and no array file.
 
         Raises ValueError when `step` does not exist, CheckpointError when it is damaged.
         """
-        return self._record(step)["metadata"]
+        return self._stored.record(step)["metadata"]
 
     def steps(self) -> list[int]:
         """Those that have a whole folder, as this process sees it and as far as its name tells."""
@@ -333,9 +313,9 @@ class Checkpointer:
         return bool(self._start) or distributed.is_lead()
 
     def _put_damaged_aside(self) -> None:
-        for step in self._defects:
+        for step in self._stored.defects:
             self._steps.put_aside(step, "corrupt")
-        self._defects.clear()
+        self._stored.defects.clear()
 
     def _wait_for_previous(self, step: int) -> None:
         begin, previous = time.monotonic(), self._pending_step
@@ -410,98 +390,10 @@ class Checkpointer:
 
     # Restoring.
 
-    def _record(self, step: int) -> dict:
-        folder = self._steps.of(step)
-        if not folder.exists():
-            raise ValueError(
-                f"step={step} is not in {self._folder}; it holds {_listed(self._steps.all())}"
-            )
-        try:
-            defects = checksums.defects(folder, checksums.read(folder), names=[METADATA])
-        except checksums.ChecksumError as error:
-            defects = [str(error)]
-        record = {} if defects else json.loads((folder / METADATA).read_bytes())
-        if defects := defects or _other_step(record, step):
-            raise CheckpointError(f"checkpoint {folder}: {defects[0]}")
-        return record
-
-    def _has_record(self, step: int) -> bool:
-        try:
-            self._record(step)
-        except (CheckpointError, ValueError):
-            return False
-        return True
-
-    def _is_sound(self, step: int) -> bool:
-        """Says what is wrong with a damaged step, and remembers it; the same on every process."""
-        defect = self._find_defect(step)
-        if defect is None:
-            return True
-        self._defects[step] = defect
-        if distributed.is_lead():
-            log.error(
-                "checkpoint step %d in %s is damaged and not used: %s",
-                step,
-                self._folder,
-                defect,
-            )
-        return False
-
-    def _find_defect(self, step: int) -> str | None:
-        """What is wrong with a step, the same on every process; each reads a share of the bytes."""
-        begin, folder = time.monotonic(), self._steps.of(step)
-        try:
-            files = checksums.read(folder)
-        except checksums.ChecksumError as error:
-            files, defects = {}, [str(error)]
-        else:
-            by_size = sorted(files, key=lambda name: (-files[name][0], name))
-            share = by_size[jax.process_index() :: jax.process_count()]
-            defects = checksums.defects(folder, files, names=share)
-            if not defects and METADATA in files:
-                defects = _other_step(json.loads((folder / METADATA).read_bytes()), step)
-        more = f" (and {len(defects) - 1} more files)" if len(defects) > 1 else ""
-        said = distributed.every_process_says(defects[0] + more if defects else "")
-        if defect := next(filter(None, said), None):
-            return defect
-        if distributed.is_lead():
-            num_bytes = sum(size for size, _ in files.values())
-            log.info(
-                "step %d is sound: %.3f GB read in %.1f s",
-                step,
-                num_bytes / 1e9,
-                time.monotonic() - begin,
-            )
-        return None
-
-    def _check_leaves(self, step: int, wanted: state_leaves.Leaves) -> None:
-        """Raises ValueError unless the leaves of the step can become these."""
-        saved = self._leaves(step)
-        if differences := state_leaves.different_leaves(saved, wanted):
-            raise ValueError(
-                f"checkpoint step {step} in {self._folder} does not fit this model; set its "
-                "configuration back to the saved one, or choose another workdir:\n  "
-                + "\n  ".join(differences)
-            )
-        converted = [path for path in wanted if wanted[path].dtype != saved[path].dtype]
-        if converted and distributed.is_lead():
-            path = converted[0]
-            log.warning(
-                "converting %d leaves of step %d to another dtype, such as %s: saved %s, wanted %s",
-                len(converted),
-                step,
-                path,
-                saved[path].dtype,
-                wanted[path].dtype,
-            )
-
     def _asked(self, abstract_state: Any, step: int) -> Any:
         if callable(abstract_state):
-            return abstract_state(self._leaves(step), self.metadata(step))
+            return abstract_state(self._stored.leaves(step), self.metadata(step))
         return abstract_state
-
-    def _leaves(self, step: int) -> state_leaves.Leaves:
-        return state_leaves.from_json(self._record(step)["leaves"])
 
     def _load(self, step: int, abstract_state: Any) -> Any:
         return self._orbax.restore(
@@ -511,17 +403,6 @@ class Checkpointer:
                 restore_args=jax.tree.map(_restore_args, abstract_state),
                 partial_restore=True,
             ),
-        )
-
-    def _restore_error(self, damaged: list[int], *, untried: list[int]) -> CheckpointError:
-        defects = "".join(f"\n  {step}: {self._defects[step]}" for step in damaged)
-        return CheckpointError(
-            f"no sound checkpoint to restore in {self._folder}:{defects}\n"
-            + (
-                f"restore another step ({_listed(untried)})"
-                if untried
-                else "to start from scratch, move these folders away or choose another workdir"
-            )
         )
 
 
@@ -551,20 +432,8 @@ def _check_writable(folder: Path) -> None:
         ) from error
 
 
-def _other_step(record: dict, step: int) -> list[str]:
-    """A line if what is in the folder of this step was saved as another one."""
-    saved = record["step"]
-    if saved == step:
-        return []
-    return [f"it holds step {saved}, saved under that name; was the folder renamed?"]
-
-
 def _metadata_to_json(value: Any) -> bytes:
     try:
         return checksums.to_json(value)
     except TypeError as error:
         raise ValueError(f"the metadata of a checkpoint must be JSON: {error}") from error
-
-
-def _listed(steps: Iterable[int]) -> str:
-    return ", ".join(str(step) for step in sorted(steps)) or "no steps"

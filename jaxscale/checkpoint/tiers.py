@@ -28,8 +28,9 @@ import jax
 
 from jaxscale import distributed
 from jaxscale.checkpoint import parts
-from jaxscale.checkpoint.checkpointer import SAVE_TIMEOUT_SECONDS, Checkpointer, CheckpointError
+from jaxscale.checkpoint.checkpointer import SAVE_TIMEOUT_SECONDS, Checkpointer
 from jaxscale.checkpoint.parts import Part
+from jaxscale.checkpoint.stored import CheckpointError
 from jaxscale.checkpoint.together import COPYING
 from jaxscale.config import CheckpointConfig
 from jaxscale.files import require_writable, telling, write_atomically

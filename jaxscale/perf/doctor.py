@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxscale import distributed
-from jaxscale.checkpoint.checkpointer import CheckpointError
+from jaxscale.checkpoint.stored import CheckpointError
 from jaxscale.perf import doctor_facts, doctor_table
 from jaxscale.perf import doctor_speed as speed
 from jaxscale.perf.doctor_speed import Sizes

@@ -20,7 +20,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.checkpoint import checksums
-from jaxscale.checkpoint.checkpointer import Checkpointer, CheckpointError
+from jaxscale.checkpoint.checkpointer import Checkpointer
+from jaxscale.checkpoint.stored import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 
@@ -441,7 +442,8 @@ FAILING = """
     # Every write fails, as on a full disk, and the process leaves in each of the ways it may.
     import logging, resource, signal, sys
     import jax, numpy as np
-    from jaxscale.checkpoint.checkpointer import Checkpointer, CheckpointError
+    from jaxscale.checkpoint.checkpointer import Checkpointer
+    from jaxscale.checkpoint.stored import CheckpointError
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     state = {str(n): jax.numpy.ones((300, 300)) * n for n in range(12)}
@@ -546,6 +548,7 @@ def test_orbax_is_quiet_and_other_absl_messages_are_not(tmp_path, caplog):
     restore(tmp_path)
     assert {record.name for record in caplog.records} <= {
         "jaxscale.checkpoint.checkpointer",
+        "jaxscale.checkpoint.stored",
         "asyncio",
     } | {
         record.name

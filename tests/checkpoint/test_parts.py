@@ -56,7 +56,7 @@ SAVES = """
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
     from jaxscale.checkpoint import checkpointer, tiers
-    from jaxscale.checkpoint.checkpointer import CheckpointError
+    from jaxscale.checkpoint.stored import CheckpointError
     from jaxscale.config import CheckpointConfig
     folder = pathlib.Path(arguments[0])
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)

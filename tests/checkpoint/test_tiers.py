@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxscale.checkpoint import checkpointer, tiers
-from jaxscale.checkpoint.checkpointer import Checkpointer, CheckpointError
+from jaxscale.checkpoint.checkpointer import Checkpointer
+from jaxscale.checkpoint.stored import CheckpointError
 from jaxscale.config import CheckpointConfig
 
 SHARDING = jax.sharding.SingleDeviceSharding(jax.devices()[0])

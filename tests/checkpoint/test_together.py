@@ -7,7 +7,8 @@ SCRIPT = """
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
     from jaxscale.checkpoint import checkpointer, folders
-    from jaxscale.checkpoint.checkpointer import Checkpointer, CheckpointError
+    from jaxscale.checkpoint.checkpointer import Checkpointer
+    from jaxscale.checkpoint.stored import CheckpointError
     folder, how, faulty = pathlib.Path(arguments[0]), arguments[1], set(map(int, arguments[2]))
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -375,6 +375,9 @@ class BadStepsConfig:
     # Instead of stopping: the last checkpoint before those steps is restored, and the batches since
     # are left out; so many times at most.
     roll_back: int = number(least=0, default=0)
+    # Where values are not finite, the layer in which that begins is looked for and named, once for
+    # steps in a row: a forward and a backward pass, compiled the first time.
+    locate: bool = True
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -582,13 +585,6 @@ def _validate_precision(config: Config) -> None:
         "precision.statistics_every",
         value=every,
         fix="nothing is rounded to 8 bits; set it to 0, or config.precision.recipe",
-    )
-    _require(
-        not every or config.mesh.stage == 1,
-        "precision.statistics_every",
-        value=every,
-        fix=f"the stages of config.mesh.stage={config.mesh.stage} cannot be looked into; set it "
-        "to 0",
     )
     first, last = precision.first_layers_as_dtype, precision.last_layers_as_dtype
     for key, value in (("first_layers_as_dtype", first), ("last_layers_as_dtype", last)):

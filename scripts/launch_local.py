@@ -122,7 +122,7 @@ class Processes:
 
     def __init__(self, command: list[str], environments: list[dict[str, str]]):
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._is_told = False
+        self._is_told = self._has_ended_others = False
         self._printing = threading.Lock()
         self._last = [collections.deque(maxlen=NUM_LAST_LINES) for _ in environments]
         libc = ctypes.CDLL(None)
@@ -184,8 +184,8 @@ class Processes:
 
     def wait(self) -> int:
         """The exit code of the first that failed, and 0 if none did."""
-        left = set(range(len(self._processes)))
-        first, deadline = None, None
+        left, failed = set(range(len(self._processes))), list[int]()
+        deadline = None
         while left:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
@@ -195,16 +195,27 @@ class Processes:
                 deadline = None
                 continue
             left.remove(number)
-            if first is None and self._processes[number].returncode:
-                first, deadline = number, time.monotonic() + GRACE_SECONDS
+            if self._processes[number].returncode and not self._has_ended_others:
+                failed.append(number)
+                deadline = deadline or time.monotonic() + GRACE_SECONDS
         for reader in self._readers:
             reader.join(1.0)  # a child of theirs may hold the pipe
-        if first is None:
+        if not failed:
             return 0
+        # A process that leaves because another has vanished can be gone before the kernel has taken
+        # all of that one down. JAX aborts who outlives the others.
+        follows = (EXIT_AGAIN, 128 + signal.SIGABRT)
+        first = min(failed, key=lambda number: self._code(number) in follows)
         self._tell(first)
-        return exit_code(self._processes[first].returncode)
+        return self._code(first)
+
+    def _code(self, number: int) -> int:
+        """As a shell has it."""
+        returned = self._processes[number].returncode
+        return returned if returned >= 0 else 128 - returned
 
     def _end_others(self, left: set[int]) -> None:
+        self._has_ended_others = True
         for number in sorted(left):
             state = "it is stopped" if self._is_stopped(number) else "it has not noticed"
             self._print(f"launch_local: ending process {number}: {state}")
@@ -220,7 +231,7 @@ class Processes:
 
     def _tell(self, number: int) -> None:
         code = self._processes[number].returncode
-        if self._is_told and exit_code(code) in (EXIT_AGAIN, 128 + signal.SIGINT):
+        if self._is_told and self._code(number) in (EXIT_AGAIN, 128 + signal.SIGINT):
             return
         how = (
             f"was killed by {signal.Signals(-code).name}"
@@ -230,11 +241,6 @@ class Processes:
         self._print(f"launch_local: process {number} {how}, the first to fail; its last lines:")
         for text in self._last[number]:
             self._print(f"launch_local: [{number}] {text}")
-
-
-def exit_code(returned: int) -> int:
-    """As a shell has it."""
-    return returned if returned >= 0 else 128 - returned
 
 
 if __name__ == "__main__":

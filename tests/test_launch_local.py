@@ -74,6 +74,20 @@ def test_a_process_that_is_killed_is_named_by_its_signal(start):
     assert "launch_local: process 1 was killed by SIGKILL, the first to fail" in output
 
 
+def test_one_that_leaves_because_another_vanished_is_not_the_first_to_fail(start):
+    # As the kernel may have it: what was killed is gone a little later than who noticed.
+    code = """
+if me == 0:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(75)
+"""
+    process = start(code, "-n", 3)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 137
+    assert "launch_local: process 0 was killed by SIGKILL, the first to fail" in output
+
+
 def test_a_process_that_is_stopped_is_named_as_such(start):
     code = "if me == 0: os.kill(os.getpid(), signal.SIGSTOP)\nsys.exit(me)"
     process = start(code, "-n", 2)

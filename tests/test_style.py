@@ -30,6 +30,8 @@ CALLBACKS = {
 # ops/layers.py calls what a stack's layers compute by position, (x, weights, shared, execution): a
 # protocol of all families, which jax.checkpoint and jax.lax.scan want so.
 BLOCK = "block"
+# Triton's programs have no keyword-only parameters, and take tensors as pointers: dozens.
+TRITON = "triton.jit"
 
 
 def source_files(root):
@@ -61,7 +63,9 @@ def long_signatures(place, tree):
         last = name.rpartition(".")[2]
         parameters = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
         counted = [parameter for parameter in parameters if is_counted(parameter)]
-        is_exempt = f"{place}:{name}" in CALLBACKS or re.fullmatch(f"__.*__|{BLOCK}", last)
+        is_method = re.fullmatch(f"__.*__|{BLOCK}", last) is not None
+        is_kernel = TRITON in map(ast.unparse, function.decorator_list)
+        is_exempt = is_method or is_kernel or f"{place}:{name}" in CALLBACKS
         if len(counted) > MAX_POSITIONAL and not is_exempt:
             yield (
                 f"{place}:{function.lineno}: {name} takes {', '.join(counted)} by position: "

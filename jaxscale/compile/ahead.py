@@ -52,13 +52,13 @@ def devices_of(target: str, *, hosts: int, gpus_per_host: int) -> list[jax.Devic
     target: a name in jaxscale/xla/targets, such as 'h100'. Raises ValueError for an unknown target,
     or without the CUDA compiler.
     """
-    if reason := missing():
-        raise ValueError(reason)
     # Near its limit XLA recomputes and gives up overlap, so the limit must be the one of a run.
     size = round(pool_gib(target) * 2**30 / XLA_SHARE)
     text = re.sub(
         r"device_memory_size: \d+", f"device_memory_size: {size}", targets.description(target)
     )
+    if reason := missing():
+        raise ValueError(reason)
     if jax.__version_info__ < (0, 11):
         lines = [
             line

@@ -23,7 +23,7 @@ from jaxscale.ops.embedding import embed
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.gated import swiglu
 from jaxscale.ops.kept import Kept
-from jaxscale.ops.layers import run_layers, stack_layers
+from jaxscale.ops.layers import FINITE, is_finite, run_layers, stack_layers
 from jaxscale.ops.linear import linear
 from jaxscale.ops.norm import rms_norm
 
@@ -181,7 +181,8 @@ class Output(NamedTuple):
     """What a model puts out: last hidden states, the table that makes logits of them, their cap.
 
     aux_loss: the sum of its layers' own losses. extra: new values of its variables that are carried
-    and not trained, by path ("layers.amax").
+    and not trained, by path ("layers.amax"). finite: with execution.watches_finite, int32 [layers +
+    2], 1 where the embedding's output, each layer's and x_BSD are finite, else 0.
     """
 
     x_BSD: Any
@@ -189,18 +190,25 @@ class Output(NamedTuple):
     cap: float | None
     aux_loss: Any
     extra: dict[str, Any]
+    finite: Any = ()
 
 
 def forward(model, tokens_BS, *, documents: Documents, execution: Execution) -> Output:
     """`model.output` after all of its stacks."""
-    x_BSD, aux_loss, extra = model.embed(tokens_BS, execution), 0.0, {}
+    embedded_BSD = x_BSD = model.embed(tokens_BS, execution)
+    aux_loss, extra, finite = 0.0, {}, []
     for stack in model.stacks():
         x_BSD, aux = run_layers(stack, x_BSD, documents=documents, execution=execution)
         aux_loss += aux["loss"].sum(dtype=jnp.float32) if "loss" in aux else 0.0
         for name, value in aux.get("extra", {}).items():
             extra[_path_of(getattr(stack.weights, name), model)] = value
+        finite += [aux[FINITE]] if FINITE in aux else []
     x_BSD, head_DV, cap = model.output(x_BSD)
-    return Output(x_BSD, head_DV, cap, aux_loss, extra)
+    output = Output(x_BSD, head_DV, cap, aux_loss, extra)
+    if not execution.watches_finite:
+        return output
+    ends = is_finite(embedded_BSD)[None], is_finite(x_BSD)[None]
+    return output._replace(finite=jnp.concatenate([ends[0], *finite, ends[1]]))
 
 
 def logits(x_BD, head_DV, *, cap: float | None, vocab_size: int):

@@ -40,6 +40,8 @@ class Execution:
     max_documents: int = 32
     # The same bits each time, on a GPU too: gradients are not added atomically.
     deterministic: bool = False
+    # Tells of the hidden states behind each layer whether they are finite.
+    watches_finite: bool = False
     # Of the devices it will run on, which need not be here: a step can be compiled for others.
     platform: str = dataclasses.field(default_factory=jax.default_backend)
     compute_capability: str = "9.0"

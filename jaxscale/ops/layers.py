@@ -41,6 +41,8 @@ Block = Callable[[Any, Any, Any, Execution], tuple[Any, dict]]
 
 # The leading axis of stacked weights.
 LAYERS = "layers"
+# Of aux, with execution.watches_finite: int32, 1 where the layer's output is finite, else 0.
+FINITE = "finite"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,10 +238,18 @@ def _layer(block: Block, execution: Execution):
             is_leaf=lambda leaf: isinstance(leaf, Parted),
         )
         if execution.async_tensor:
-            return _in_halves(block, x, weights=weights, shared=shared, execution=execution)
-        return block(x, weights, shared, execution)
+            x, aux = _in_halves(block, x, weights=weights, shared=shared, execution=execution)
+        else:
+            x, aux = block(x, weights, shared, execution)
+        return x, aux | ({FINITE: is_finite(x)} if execution.watches_finite else {})
 
     return layer
+
+
+def is_finite(tree):
+    """int32: 1 where all values of the arrays are, else 0."""
+    found = [jnp.isfinite(leaf).astype(jnp.int32).min() for leaf in jax.tree.leaves(tree)]
+    return jnp.stack(found).min()
 
 
 def _in_halves(block: Block, x, *, weights, shared, execution: Execution):

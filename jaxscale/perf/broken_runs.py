@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jaxscale.train.recorder import Recorder
 
 
-def _step(self, step, metrics, original=Recorder.step):
+def _step(self, step, metrics, *, state, original=Recorder.step):
     fault, process, at = os.environ.get("JAXSCALE_BREAK", "none:0:0").split(":")
     if step == int(at) and os.environ["JAXSCALE_PROCESS_ID"] == process:
         print("broken now", flush=True)
@@ -44,7 +44,7 @@ def _step(self, step, metrics, original=Recorder.step):
             jnp.zeros(2**50, jnp.int8).block_until_ready()
         lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
         lock(mutex), lock(mutex)
-    return original(self, step, metrics)
+    return original(self, step, metrics, state=state)
 
 
 Recorder.step = _step

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,6 @@ import optax
 
 from jaxscale.data.batch import Batch
 from jaxscale.ops.fp8 import EXPONENTS
-from jaxscale.step import stages
 from jaxscale.step.plan import Plan
 from jaxscale.step.state import TrainState
 from jaxscale.step.update import count_tokens, loss_and_gradients
@@ -30,25 +30,29 @@ class Rounded:
 
 
 class Rounding:
-    """Looks at a step of a plan; the state stays as it is, and no second one is made."""
+    """Looks on while programs of it run."""
 
-    def __init__(self, plan: Plan):
-        assert plan.execution.fp8 is not None
+    def __init__(self) -> None:
         self._seen: dict[str, list[tuple[np.ndarray, np.ndarray]]] = collections.defaultdict(list)
+
+    def program(self, plan: Plan) -> jax.stages.Wrapped:
+        """(state, batch) -> nothing of use; a forward and a backward pass, without stages."""
+        assert plan.execution.fp8 is not None
         fp8 = dataclasses.replace(plan.execution.fp8, observe=self._note)
         execution = dataclasses.replace(plan.execution, fp8=fp8)
         plan = dataclasses.replace(plan, execution=execution)
-        self._run = jax.jit(
-            lambda state, batch: _gradient_norm(state, batch, plan=plan),
-            compiler_options=plan.shared_options,
+        return jax.jit(
+            functools.partial(_gradient_norm, plan=plan), compiler_options=plan.shared_options
         )
 
-    def of(self, state: TrainState, batch: Batch) -> dict[str, Rounded]:
-        """By weight and operand ("qkv.x", "qkv.weight", "qkv.gradient"); every process calls it."""
-        self._seen.clear()
-        jax.block_until_ready(self._run(state, batch))
+    def taken(self) -> dict[str, Rounded]:
+        """What was seen since the last time.
+
+        By weight and operand ("qkv.x", "qkv.weight", "qkv.gradient").
+        """
         jax.effects_barrier()
-        return {what: _summary(self._seen[what]) for what in sorted(self._seen)}
+        seen, self._seen = self._seen, collections.defaultdict(list)
+        return {what: _summary(seen[what]) for what in sorted(seen)}
 
     def _note(self, what: str, numbers: Any, *, scales: Any) -> None:
         self._seen[what].append((np.asarray(numbers), np.asarray(scales)))
@@ -57,10 +61,7 @@ class Rounding:
 def _gradient_norm(state: TrainState, batch: Batch, *, plan: Plan):
     """float32; nobody reads it, but it needs every product."""
     num_tokens = count_tokens(batch)
-    if plan.pipeline is not None:
-        _, gradients = stages.loss_and_gradients(state, batch, plan=plan, num_tokens=num_tokens)
-    else:
-        _, _, gradients, _ = loss_and_gradients(state, batch, plan=plan, num_tokens=num_tokens)
+    _, _, gradients, _ = loss_and_gradients(state, batch, plan=plan, num_tokens=num_tokens)
     return optax.tree.norm(gradients)
 
 

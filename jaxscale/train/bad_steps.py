@@ -55,6 +55,7 @@ class BadSteps:
         self.num_skipped, self.num_roll_backs, self.num_overflows = 0, 0, 0
         self.go_back_from: int | None = None
         self._streak: list[int] = []
+        self._place: str | None = None
         self.reset(losses or [])
 
     def reset(self, losses: list[tuple[int, float]]) -> None:
@@ -63,7 +64,7 @@ class BadSteps:
             maxlen=self._settings.window + LAG
         )
         self._losses.extend((step, loss) for step, loss in losses)
-        self._streak, self.go_back_from = [], None
+        self._streak, self._place, self.go_back_from = [], None, None
 
     @property
     def losses(self) -> list[tuple[int, float]]:
@@ -88,8 +89,17 @@ class BadSteps:
         )
         return {"loss_limit": np.float32(median + self._settings.spike * deviation)}
 
-    def take(self, record: dict[str, Any], *, saved: str) -> None:
-        """Raises BadStepError for the last in a row that is too long; saved: what is, in words."""
+    def take(
+        self,
+        record: dict[str, Any],
+        *,
+        saved: str,
+        locate: Callable[[int], str | None] = lambda step: None,
+    ) -> None:
+        """Raises BadStepError for the last in a row that is too long; saved: what is, in words.
+
+        locate: says where the values of a step stop being finite; asked for the first in a row.
+        """
         if self.go_back_from is not None:
             return  # a step that was on its way is done again, too
         if record.get("overflow"):
@@ -97,7 +107,7 @@ class BadSteps:
             return
         step, reason = record["step"], self._reason(record)
         if reason is None:
-            self._streak = []
+            self._streak, self._place = [], None
             if self._settings.spike:
                 self._losses.append((step, record["loss"]))
             return
@@ -118,16 +128,24 @@ class BadSteps:
                 *identity["rows"],
                 _shortened(identity["documents"]),
             )
-            self._keep({"step": step, "reason": reason, "batch": batch} | identity)
+        place = None
+        if len(self._streak) == 1 and self._settings.locate and _not_finite(record):
+            self._place = place = locate(step)
+        if is_lead():
+            if place:
+                log.warning("step %d: not finite from %s on", step, place)
+            line = {"step": step, "reason": reason, "batch": batch} | identity
+            self._keep(line | ({"from": place} if place else {}))
         if len(self._streak) < self._settings.stop_after:
             return
         if self._may_go_back():
             self.go_back_from = step
             return
         in_a_row = f", the last of {len(self._streak)} in a row" if len(self._streak) > 1 else ""
+        place = f" Values were not finite from {self._place} on." if self._place else ""
         raise BadStepError(
-            f"step {step}: {reason}{in_a_row}. The run stopped; {saved}. Look at the data of that "
-            f"step ({self._workdir / FILE}), lower config.schedule.peak, or set "
+            f"step {step}: {reason}{in_a_row}.{place} The run stopped; {saved}. Look at the data "
+            f"of that step ({self._workdir / FILE}), lower config.schedule.peak, or set "
             "config.dtype='float32' to find out more"
         )
 
@@ -142,8 +160,7 @@ class BadSteps:
             )
 
     def _reason(self, record: dict[str, Any]) -> str | None:
-        bad = [key for key in ("loss", "grad_norm") if not math.isfinite(record[key])]
-        if bad:
+        if bad := _not_finite(record):
             return ", ".join(f"{key} is {record[key]}" for key in bad)
         if not record.get("skipped"):
             return None
@@ -167,6 +184,10 @@ class BadSteps:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             log.error("%s cannot be written: %s", self._workdir / FILE, error.strerror)
+
+
+def _not_finite(record: dict[str, Any]) -> list[str]:
+    return [key for key in ("loss", "grad_norm") if not math.isfinite(record[key])]
 
 
 def _shortened(documents: list[list[int]], *, most: int = 8) -> str:

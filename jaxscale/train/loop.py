@@ -45,7 +45,7 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
                     limits = record.bad_steps.limits(step + 1)
                     state, metrics = run.update(state, batch, **limits)
                 step += 1
-                record.step(step, metrics)
+                record.step(step, metrics, state=state)
                 if record.bad_steps.go_back_from is not None:
                     with record.paused("restart"):
                         state, step = run.roll_back(state, record=record, batches=batches)

@@ -1,5 +1,6 @@
 """The records of a run: of its steps, and of what happens between them."""
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -7,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxscale.metrics.goodput import Goodput, read
 from jaxscale.metrics.meter import Meter
 from jaxscale.metrics.writers import Writers, open_writers
 from jaxscale.step.rounding import Rounded
+from jaxscale.step.state import TrainState
 from jaxscale.train.bad_steps import FILE as BAD_BATCHES
 from jaxscale.train.bad_steps import BadSteps
 from jaxscale.train.pace import Pace, Progress
@@ -89,14 +91,20 @@ class Recorder:
         held_out: HeldOut,
         bad_steps: BadSteps,
         goodput: Goodput,
+        locate: Callable[[int, TrainState], str | None] = lambda step, state: None,
     ):
         """The clock starts here: the first step's seconds hold what a first execution costs.
 
         first_step: the step that this process goes on from. facts: go on record with the next.
+        locate: of a bad step and a state since, where values stop being finite.
         """
         self.saved_step, self._held_out = first_step, held_out
         self._first_step, self._facts, self._workdir = first_step, facts, workdir
         self._config, self.bad_steps, self._goodput = config, bad_steps, goodput
+        self._locate = locate
+        self._state: Any = None  # the newest
+        # Of steps that have ended, and are not written yet.
+        self._unwritten: collections.deque[dict[str, Any]] = collections.deque()
         self._wait_seconds, self._seconds_since_save = 0.0, 0.0
         self._step, self._pace = first_step, Pace(config.watchdog)
         if before := read(workdir / "metrics.jsonl", step=first_step):
@@ -143,8 +151,9 @@ class Recorder:
         self._pace.tell(self._step, "step")
         self._wait_seconds = time.perf_counter() - began
 
-    def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
+    def step(self, step: int, metrics: dict[str, jax.Array], *, state: TrainState) -> None:
         """Takes what an update returned. Raises BadStepError for a step before."""
+        self._state = state
         self._write(self._meter.record(step, metrics, data_wait_seconds=self._wait_seconds))
         if step == self._first_step + 1:
             # Without another step behind it, whose launches its scalars may have to wait for: this
@@ -173,7 +182,7 @@ class Recorder:
 
     def rounding(self, step: int, rounded: dict[str, Rounded]) -> None:
         """What the lead's devices lose by rounding to 8 bits, by weight and operand."""
-        if not distributed.is_lead():
+        if not distributed.is_lead() or not rounded:
             return
         worst = max(rounded, key=lambda what: rounded[what].lost)
         log.info("rounding to 8 bits: %.3g%% of %s become 0", 100 * rounded[worst].lost, worst)
@@ -225,13 +234,25 @@ class Recorder:
                 self._profile.stop()
 
     def _write(self, records: list[dict[str, Any]]) -> None:
-        for record in records:
+        self._unwritten.extend(records)
+        while self._unwritten:
+            record = self._unwritten.popleft()
             facts = self._facts if record["step"] == self._first_step + 1 else {}
             self._writers.write(record | facts)
             self._goodput.add_step(record)
             self._pace.took("step", record["step_seconds"])
             self._seconds_since_save += record["step_seconds"]
-            self.bad_steps.take(record, saved=self.describe_saved())
+            self.bad_steps.take(record, saved=self.describe_saved(), locate=self._place_of)
+
+    def _place_of(self, step: int) -> str | None:
+        """Where the values of this step stop being finite; its batch is run again."""
+        self._unwritten.extend(self._meter.flush())
+        self._pace.tell(self._step, "other")
+        with jax.profiler.TraceAnnotation("locate"), self._goodput.phase("other"):
+            place = self._locate(step, self._state)
+        self._pace.tell(self._step, "step")
+        self._meter.restart()
+        return place
 
     def describe_saved(self) -> str:
         """For messages about what ends a run."""

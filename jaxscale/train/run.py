@@ -15,7 +15,9 @@ import jax
 from jaxscale import config as run_config
 from jaxscale import distributed
 from jaxscale import sharding as shd
-from jaxscale.checkpoint.checkpointer import Checkpointer, CheckpointError
+from jaxscale.checkpoint.checkpointer import Checkpointer
+from jaxscale.checkpoint.pinned import Pinning, pin_ahead
+from jaxscale.checkpoint.stored import CheckpointError
 from jaxscale.checkpoint.tiers import TieredCheckpointer, open_checkpoints
 from jaxscale.command_line import with_setting
 from jaxscale.compile.fit import CompiledUpdate, compile_to_fit
@@ -25,17 +27,18 @@ from jaxscale.data.loader import Corpus
 from jaxscale.metrics.goodput import Goodput
 from jaxscale.metrics.writers import last_step
 from jaxscale.models.model_folder import ModelFolder
-from jaxscale.step import loss_scale
+from jaxscale.step import loss_scale, nonfinite
 from jaxscale.step.feed import device_batches
 from jaxscale.step.plan import Plan, corpus_of_run, plan_of_run
 from jaxscale.step.pretrained import open_pretrained, with_pretrained
 from jaxscale.step.relayout import LEAD, Relayout, saved_lead
 from jaxscale.step.remarks import remarks
-from jaxscale.step.rounding import Rounding
+from jaxscale.step.rounding import Rounded, Rounding
 from jaxscale.step.state import TrainState, from_flat, init_state, to_flat
 from jaxscale.step.update import update
 from jaxscale.train import preflight
 from jaxscale.train.bad_steps import BadStepError, BadSteps
+from jaxscale.train.beside import Beside
 from jaxscale.train.evaluate import make_evaluate
 from jaxscale.train.integrity import Integrity
 from jaxscale.train.pace import Progress
@@ -51,7 +54,7 @@ from jaxscale.train.workdir import (
     tell_changes,
     write_config,
 )
-from jaxscale.xla import options
+from jaxscale.xla import environment, options
 from jaxscale.xla.cache import enable_compilation_cache
 
 # Of a checkpoint's metadata: the batches left out so far, and the losses that a spike is told by.
@@ -113,6 +116,7 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
                 saved = checkpoints.metadata(latest)["config"]
                 tell_changes(config, saved=saved, step=latest)
             if (latest or 0) < config.steps:
+                run.pinning = stack.enter_context(run.pin_host_memory())
                 run.compile()
             if leads:
                 write_config(workdir, config, saved_step=latest)
@@ -162,6 +166,7 @@ class Run:
     num_left_out: int = 0
     losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     restore_seconds: float = 0.0
+    pinning: Pinning = dataclasses.field(default_factory=Pinning)
 
     @functools.cached_property
     def update(self) -> CompiledUpdate:
@@ -173,13 +178,45 @@ class Run:
         with still("compiling the update"), self.goodput.phase("compile"):
             _ = self.update
 
+    def pin_host_memory(self) -> Pinning:
+        """Begins to pin what saves pass through; `restore_or_init` waits for it."""
+        if not self.config.checkpoint.enabled:
+            return Pinning()
+        return pin_ahead(
+            to_flat(self.plan.state),
+            host_memory_gib=environment.host_memory_gib(),
+            num_processes=self.hosts.count(self.hosts[jax.process_index()]),
+        )
+
     @functools.cached_property
     def integrity(self) -> Integrity:
         return Integrity(self.update.plan, hosts=self.hosts, command=self.command)
 
     @functools.cached_property
-    def rounding(self) -> Rounding:
-        return Rounding(self.update.plan)
+    def rounding(self) -> Callable[[TrainState, int], dict[str, Rounded]]:
+        """What rounding to 8 bits loses of a batch, by its number; nothing if it does not fit."""
+        seen = Rounding()
+        beside = self._beside(seen.program, "looking at what rounding to 8 bits loses")
+
+        def look(state: TrainState, number: int) -> dict[str, Rounded]:
+            beside.first(state, number=number)
+            return seen.taken()
+
+        return look
+
+    @functools.cached_property
+    def place(self) -> Callable[[TrainState, int], str | None]:
+        """Where the values of a batch stop being finite; None if they do not, or it does not fit.
+
+        The state is of an update or two behind that batch: what makes a step bad is seldom gone by
+        then, and never while all steps since were bad, as those change nothing.
+        """
+        beside = self._beside(nonfinite.program, "looking for where values stop being finite")
+
+        return lambda state, number: beside.first(state, number=number, read=nonfinite.first_place)
+
+    def _beside(self, program: Callable, doing: str) -> Beside:
+        return Beside(self.plan, self.corpus.train, program=program, doing=doing)
 
     @functools.cached_property
     def evaluate(self) -> Callable[[TrainState, Progress], float]:
@@ -193,6 +230,9 @@ class Run:
 
     def restore_or_init(self) -> tuple[TrainState, int]:
         """The newest sound state and its step, else the first."""
+        # Kernels cannot be launched meanwhile: a step would be taken to hang.
+        with still("pinning host memory for checkpoints"):
+            self.pinning.wait()
         began = time.perf_counter()
         with self.goodput.phase("restore"):
             restored = self._restore()
@@ -286,6 +326,7 @@ class Run:
                 losses=self.losses,
             ),
             goodput=self.goodput,
+            locate=lambda step, state: self.place(state, self.batch_of(step)),
         )
 
     def batches(self, step: int) -> contextlib.closing["Batches"]:
@@ -304,7 +345,7 @@ class Run:
                 self.check(step, state, batch=batch, record=record)
         if self.is_due(self.config.precision.statistics_every, step):
             with record.paused("other"):
-                record.rounding(step, self.rounding.of(state, batch))
+                record.rounding(step, self.rounding(state, self.batch_of(step)))
         if self.is_due(self.config.evaluation.every, step):
             with record.paused("evaluation") as progress:
                 record.evaluation(step, self.evaluate(state, progress))

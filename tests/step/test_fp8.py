@@ -90,11 +90,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "config.precision.statistics_every=2: nothing is rounded to 8 bits; set it to 0, or "
         "config.precision.recipe",
     ),
-    "statistics of stages": (
-        dict(recipe="fp8_rowwise", statistics_every=2, stage=2, grad_accumulation=2),
-        "config.precision.statistics_every=2: the stages of config.mesh.stage=2 cannot be looked "
-        "into; set it to 0",
-    ),
 }
 
 

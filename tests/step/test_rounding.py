@@ -7,10 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxscale import sharding as shd
-from jaxscale.step.feed import device_batches
 from jaxscale.step.rounding import Rounding
 from jaxscale.step.state import init_state, to_flat
+from jaxscale.train.beside import Beside
 from tests.step.conftest import make_plan, small_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -18,6 +17,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "lean hsdp": dict(data=2, fsdp=4, scan_unroll=2, remat="attention_mlp"),
     "tp sp": dict(data=2, fsdp=2, tensor=2),
     "context": dict(fsdp=4, context=2, reduce_dtype="float32"),
+    "stages": dict(stage=2, fsdp=4, grad_accumulation=2),
 }
 WEIGHTS = ("down", "gate", "out", "qkv", "up")
 
@@ -29,12 +29,12 @@ def rounded(rows):
     @functools.cache
     def rounded(num_devices, **changes):
         plan = make_plan(small_config(dtype="bfloat16", **changes), num_devices)
-        state = init_state(plan)
-        loader = device_batches(plan, rows, start=0)
-        with shd.use(plan.mesh, plan.rules):
-            found = Rounding(plan).of(state, next(loader))
-        loader.close()
-        return found, {name: np.asarray(leaf) for name, leaf in to_flat(state.params).items()}
+        state, rounding = init_state(plan), Rounding()
+        beside = Beside(plan, rows, program=rounding.program, doing="looking")
+        beside.first(state, number=0)
+        return rounding.taken(), {
+            name: np.asarray(leaf) for name, leaf in to_flat(state.params).items()
+        }
 
     return rounded
 

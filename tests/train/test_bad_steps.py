@@ -139,6 +139,9 @@ def test_a_bad_step_is_skipped_counted_and_its_documents_named(
         assert line["rows"] == [8 * batch, 8 * batch + 7]
         documents = {n for a, b in line["documents"] for n in range(a, b + 1)}
         assert any((store[n] == MARK).any() for n in documents)
+        # Of values that are not finite the place is named, once for steps in a row.
+        is_first = not spike and batch - 1 not in marked
+        assert line.get("from") == ("the loss" if is_first else None)
     before, after = (leaves_saved(tmp_path, step) for step in (marked[0], marked[0] + 1))
     changed = [key for key in before if before[key].tobytes() != after[key].tobytes()]
     assert changed == ["step"]
@@ -151,12 +154,36 @@ def test_too_many_in_a_row_stop_the_run_and_nothing_of_them_is_in_the_state(
     poison(np.nan)
     monkeypatch.setattr(f"{__name__}.MARK", ord("T"))  # every document has it
     with pytest.raises(
-        BadStepError, match=r"step 3: loss is nan, grad_norm is nan, the last of 3 in a row"
+        BadStepError,
+        match=r"step 3: loss is nan, grad_norm is nan, the last of 3 in a row\. Values were not "
+        r"finite from the loss on\. The run stopped",
     ):
         train(config_of(folder, bad_steps=BadStepsConfig(stop_after=3)), tmp_path)
     (saved,) = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
     assert saved == 2
     assert all(np.isfinite(leaf).all() for leaf in leaves_saved(tmp_path, 2).values())
+
+
+def test_looking_for_the_place_is_left_out_where_it_does_not_fit_or_is_not_wanted(
+    folder, tmp_path, poison, monkeypatch, caplog
+):
+    poison(np.nan)
+    monkeypatch.setattr("jaxscale.train.beside.pool_of", lambda plan: 1e-4)
+    config = config_of(folder)
+    losses = []
+    for is_wanted in (True, False):
+        settings = BadStepsConfig(locate=is_wanted)
+        workdir = tmp_path / str(is_wanted)
+        caplog.clear()
+        assert train(dataclasses.replace(config, bad_steps=settings), workdir).step == 16
+        warned = [m for m in caplog.messages if m.startswith("looking for where")]
+        # Once, though there are several rows of bad steps.
+        assert len(warned) == is_wanted
+        assert all("is left out from here on: it takes 0.0 GiB of 0.0" in m for m in warned)
+        lines = (workdir / "bad_batches.jsonl").read_text().splitlines()
+        assert lines and not any("from" in json.loads(line) for line in lines)
+        losses.append([(r["loss"], r["skipped"]) for r in records(workdir)])
+    np.testing.assert_array_equal(losses[0], losses[1])
 
 
 def test_a_run_goes_back_over_bad_steps_and_leaves_their_batches_out_also_after_a_restart(

@@ -156,11 +156,12 @@ HANG = """
 import ctypes, os
 from jaxscale.train.recorder import Recorder
 
-def step(self, number, metrics, original=Recorder.step):
+def step(self, number, metrics, *, state, original=Recorder.step):
     if number == 3 and os.environ.get("JAXSCALE_PROCESS_ID", "1") == "1":
+        metrics["loss"].block_until_ready()  # so that the other goes on, and is a step ahead
         lock, once = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
         lock(once), lock(once)
-    return original(self, number, metrics)
+    return original(self, number, metrics, state=state)
 
 Recorder.step = step
 """
@@ -236,11 +237,11 @@ from jaxscale import distributed
 from jaxscale.checkpoint.checkpointer import Checkpointer
 from jaxscale.train.recorder import Recorder
 
-def step(self, number, metrics, original=Recorder.step):
+def step(self, number, metrics, *, state, original=Recorder.step):
     if number == 3 and os.environ["JAXSCALE_PROCESS_ID"] == "1":
         Checkpointer.close = lambda self: time.sleep(3600)
         raise OSError(5, "Input/output error", "/data/corpus.bin")
-    return original(self, number, metrics)
+    return original(self, number, metrics, state=state)
 
 Recorder.step = step
 distributed.CLOSING_SECONDS = 1.0
@@ -273,6 +274,7 @@ def finish(self, step, *arguments, original=Checkpointer._finish, **options):
 
 def save(self, step, *arguments, original=Checkpointer.save, **options):
     if step == 8 and os.environ["JAXSCALE_PROCESS_ID"] == "1":
+        self.wait()  # the save of step 4 may be in flight
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     return original(self, step, *arguments, **options)
 

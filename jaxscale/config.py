@@ -120,17 +120,19 @@ class Recipe(enum.StrEnum):
 
     DTYPE: config.dtype. FP8_TENSORWISE: 8 bits, one scale for all of an operand that a device has.
     FP8_ROWWISE: 8 bits, one scale for each row, and for each column of the other operand.
+    FP8_BLOCKWISE: 8 bits, one scale for each 128 values of a sum, and each 128 x 128 of a weight.
     """
 
     DTYPE = "dtype"
     FP8_TENSORWISE = "fp8_tensorwise"
     FP8_ROWWISE = "fp8_rowwise"
+    FP8_BLOCKWISE = "fp8_blockwise"
 
 
 class Float8(enum.StrEnum):
     """e4m3 has 3 bits of mantissa and 18 binades of range, e5m2 2 bits and 32 binades.
 
-    AUTO: what the recipe's sources take, e5m2 with tensorwise scales and e4m3 with rowwise ones.
+    AUTO: what the recipe's sources take, e5m2 with tensorwise scales and e4m3 with finer ones.
     """
 
     AUTO = "auto"

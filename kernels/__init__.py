@@ -10,6 +10,7 @@ An attention kernel's file, `x_attention.py`, offers
     deterministic=False)`, of the output and log-sum-exp over all keys: that part of dq, dk, dv;
   `HAS_QUADRATIC_MEMORY`; `TRACKS_VMA`: whether its primitives tell JAX over which mesh axes a
     value varies; `HIDES_NOTHING`: whether XLA schedules no transfer beside it.
+Other kernels offer `supported` likewise.
 """
 
 # Where a checkout is on sys.path, this folder is found under its bare name too, which belongs to a

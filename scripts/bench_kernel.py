@@ -1,9 +1,10 @@
 """Times a kernel of ours beside its rivals, and checks all against float32.
 
     python scripts/bench_kernel.py attention [--cases=causal_8k,packed,...]
+    python scripts/bench_kernel.py matmul [--cases=up,down,...]
 
 Kernels take turns on the same random arrays; a figure is the median of seven timings of eight
-calls. TFLOP/s count the pairs of a query and a key that it sees.
+calls. Attention's TFLOP/s count the pairs of a query and a key that it sees.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +13,13 @@ import jax
 from absl import app, flags
 
 from jaxscale.command_line import EXIT_MISTAKE, parse_flags_and_words, tell
-from jaxscale.perf import attention_speed
+from jaxscale.perf import attention_speed, matmul_speed
 
 CASES = flags.DEFINE_list("cases", [], "which, of those that the kernel has; all but tiny")
 
 KERNELS: dict[str, tuple[Callable[[Sequence[str]], Iterator[str]], Sequence[str]]] = {
     "attention": (attention_speed.measure, list(attention_speed.CASES)),
+    "matmul": (matmul_speed.measure, list(matmul_speed.CASES)),
 }
 
 

@@ -1,7 +1,7 @@
 """8-bit floating-point operands of products: how they are scaled, and the product of two.
 
 Sources: FP8 Formats for Deep Learning (Micikevicius et al. 2022, arXiv:2209.05433); tensorwise and
-rowwise current scaling as in torchao.
+rowwise current scaling as in torchao; blockwise as in DeepSeek-V3 (arXiv:2412.19437, 3.3).
 
 Scales are powers of two. A value then keeps its three (e4m3) or two (e5m2) bits of mantissa
 whatever the scale is, unless it is so small beside the largest that it leaves the range. So devices
@@ -12,13 +12,17 @@ nothing. It costs less than one of e4m3's 18 binades.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxscale.config import Float8, PrecisionConfig, Recipe
+from jaxscale.kernels import block_scaled_matmul
+from jaxscale.kernels.block_scaled_matmul import BLOCK
 
 FORWARD = jnp.float8_e4m3fn
 
@@ -75,18 +79,35 @@ def fp8_of(config: PrecisionConfig) -> Fp8 | None:
 
 
 class Quantised(NamedTuple):
-    """values * scale is what was quantised. scale: float32, size 1 along what it is shared by."""
+    """values * scale is what was quantised. scale: float32, one for each run of values.
+
+    Along a dimension of n values it has n // run: size 1 where all share one.
+    """
 
     values: jax.Array
     scale: jax.Array
 
 
-def scale_for(x, dtype, *, dims: tuple[int, ...]):
-    """The least power of two that brings x, divided by it, into the range of dtype.
+def are_whole(runs: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether there is one run along a dimension, or one for each value."""
+    return all(run in (1, size) for run, size in zip(runs, shape, strict=True))
 
-    One for all along `dims`, float32, with size 1 there. NaN where x has one, or an infinity.
+
+def largest(x, *, runs: tuple[int, ...]):
+    """Of each run's values the largest, without its sign; runs: how many along each dimension."""
+    x = jnp.abs(x)
+    if are_whole(runs, x.shape):
+        shared = tuple(i for i, run in enumerate(runs) if run > 1)
+        return jnp.max(x, axis=shared, keepdims=True)
+    return jnp.max(_in_runs(x, runs), axis=tuple(range(1, 2 * x.ndim, 2)))
+
+
+def scale_for(x, dtype, *, runs: tuple[int, ...]):
+    """For each run the least power of two that brings x, divided by it, into the range of dtype.
+
+    float32. NaN where x has one, or an infinity.
     """
-    amax = jnp.max(jnp.abs(x), axis=dims, keepdims=True).astype(jnp.float32)
+    amax = largest(x, runs=runs).astype(jnp.float32)
     # amax = mantissa * 2**exponent, and so is the most that dtype holds (448 or 57344).
     mantissa, exponent = jnp.frexp(amax)
     most_mantissa, most_exponent = math.frexp(float(jnp.finfo(dtype).max))
@@ -96,14 +117,34 @@ def scale_for(x, dtype, *, dims: tuple[int, ...]):
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 
 
-def quantise(x, dtype, *, dims: tuple[int, ...]) -> Quantised:
-    """x with one scale for all along `dims`."""
-    return quantise_with(scale_for(x, dtype, dims=dims), x, dtype=dtype)
+def quantise(x, dtype, *, runs: tuple[int, ...]) -> Quantised:
+    """x with a scale for each of its runs."""
+    return quantise_with(scale_for(x, dtype, runs=runs), x, dtype=dtype)
 
 
 def quantise_with(scale, x, *, dtype) -> Quantised:
     """x divided by `scale`, which brings it into dtype's range, and rounded to nearest."""
-    return Quantised((x.astype(jnp.float32) * (1 / scale)).astype(dtype), scale)
+    wide, inverse = x.astype(jnp.float32), 1 / scale
+    runs = tuple(size // few for size, few in zip(x.shape, scale.shape, strict=True))
+    if are_whole(runs, x.shape):
+        return Quantised((wide * inverse).astype(dtype), scale)
+    inverse = jnp.expand_dims(inverse, range(1, 2 * x.ndim, 2))
+    values = (_in_runs(wide, runs) * inverse).astype(dtype)
+    return Quantised(jax.lax.reshape(values, x.shape, out_sharding=spec_of(x)), scale)
+
+
+def _in_runs(x, runs: tuple[int, ...]):
+    """Each dimension as two: the runs, of which a device has whole ones, and what is in one."""
+    pairs = [(size // run, run) for size, run in zip(x.shape, runs, strict=True)]
+    if (spec := spec_of(x)) is not None:
+        spec = P(*(entry for dim in spec.partitions for entry in (dim, None)))
+    return jax.lax.reshape(x, [size for pair in pairs for size in pair], out_sharding=spec)
+
+
+def spec_of(x) -> P | None:
+    """As its type tells."""
+    sharding = jax.typeof(x).sharding
+    return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
 # Exponents that a scale may have, from the least on.
@@ -128,12 +169,53 @@ def tell(observe: Callable[..., None] | None, what: str, *, before, after: Quant
     jax.debug.callback(functools.partial(observe, what), numbers, scales=scales)
 
 
-def dims_of(subscripts: str, operand: int, *, recipe: Recipe) -> tuple[int, ...]:
-    """The dimensions of an operand of `subscripts` (0 or 1) that share a scale."""
+def runs_of(
+    subscripts: str,
+    operand: int,
+    *,
+    shape: tuple[int, ...],
+    recipe: Recipe,
+    is_weight: bool = False,
+) -> tuple[int, ...]:
+    """How many values along each dimension of an operand of `subscripts` (0 or 1) share a scale.
+
+    Blockwise 128 of the sum do, and of a weight 128 x 128; `objection` is None for their sizes.
+    """
     inputs, result = subscripts.split("->")
     letters = inputs.split(",")[operand]
-    is_tensorwise = recipe == Recipe.FP8_TENSORWISE
-    return tuple(i for i, letter in enumerate(letters) if is_tensorwise or letter not in result)
+    sizes = dict(zip(letters, shape, strict=True))
+    if recipe == Recipe.FP8_TENSORWISE:
+        return shape
+    kept, summed = ([dim for dim in letters if (dim in result) == is_kept] for is_kept in (1, 0))
+    if recipe == Recipe.FP8_ROWWISE:
+        return tuple(sizes[dim] if dim in summed else 1 for dim in letters)
+    found = dict.fromkeys(letters, 1)
+    for group in (summed, kept) if is_weight else (summed,):
+        runs = _runs_of_block([sizes[dim] for dim in group])
+        assert runs is not None, "`objection` says no"
+        found |= zip(group, runs, strict=True)
+    return tuple(found[dim] for dim in letters)
+
+
+def _runs_of_block(sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """Of 128 neighbours in an array of these sizes, how many are along each dimension.
+
+    None where the array does not consist of such blocks.
+    """
+    left, runs = BLOCK, []
+    for size in reversed(sizes):
+        runs.append(min(size, left))
+        if size % runs[-1] or left % runs[-1]:
+            return None
+        left //= runs[-1]
+    return tuple(reversed(runs)) if left == 1 else None
+
+
+def objection(sizes: Sequence[int], *, recipe: Recipe) -> str | None:
+    """What is wrong with a device's tokens, inputs or outputs of these sizes, if anything."""
+    if recipe == Recipe.FP8_BLOCKWISE:
+        return None if _runs_of_block(sizes) else f"not in whole blocks of {BLOCK}"
+    return f"no multiple of {MULTIPLE}" if math.prod(sizes) % MULTIPLE else None
 
 
 def product(
@@ -144,14 +226,17 @@ def product(
     dtypes,
     out_dtype,
     is_accurate: bool = False,
+    platform: str = "cpu",
+    compute_capability: str = "9.0",
     told: Callable[..., None] | None = None,
 ):
     """The einsum of two operands in 8 bits, added up in float32, as `out_dtype`.
 
     operands: `Quantised`, or arrays that are quantised here, to these dtypes. The result has all
     that one of them keeps before what the other keeps. is_accurate: sums are moved from the tensor
-    cores' short accumulators to float32 again and again, as gradients need. told: called with
-    `before` and `after` of each operand that is quantised here.
+    cores' short accumulators to float32 again and again, as gradients need; blockwise they always
+    are. platform, compute_capability: of the devices. told: called with `before` and `after` of
+    each operand that is quantised here.
     """
     inputs, result = subscripts.split("->")
     summed = [dim for dim in inputs.split(",")[0] if dim not in result]
@@ -159,12 +244,24 @@ def product(
     for i, dims in enumerate(inputs.split(",")):
         operand = operands[i]
         if not isinstance(operand, Quantised):
-            shared = dims_of(subscripts, i, recipe=recipe)
-            before, operand = operand, quantise(operand, dtypes[i], dims=shared)
+            runs = runs_of(subscripts, i, shape=operand.shape, recipe=recipe)
+            before, operand = operand, quantise(operand, dtypes[i], runs=runs)
             if told is not None:
                 told(before=before, after=operand)
         parts.append(_as_matrix(operand, dims=dims, last=summed))
     (lhs, lhs_shape), (rhs, rhs_shape) = parts if result[0] in inputs.split(",")[0] else parts[::-1]
+    if recipe == Recipe.FP8_BLOCKWISE:
+        multiply = _block_multiplier(
+            lhs.values, rhs.values, platform=platform, compute_capability=compute_capability
+        )
+        y = multiply(
+            lhs.values,
+            rhs.values,
+            lhs_scale=lhs.scale,
+            rhs_scale=rhs.scale,
+            out_dtype=out_dtype,
+        )
+        return y.reshape(lhs_shape + rhs_shape)
     multiply = functools.partial(
         jax.lax.dot_general,
         dimension_numbers=(((1,), (1,)), ((), ())),
@@ -180,6 +277,13 @@ def product(
     return y.astype(out_dtype).reshape(lhs_shape + rhs_shape)
 
 
+def _block_multiplier(lhs, rhs, *, platform: str, compute_capability: str):
+    """The kernel; or, where the config says `emulate`, the same of wide operands."""
+    kernel = block_scaled_matmul
+    reason = kernel.supported(lhs, rhs, platform=platform, compute_capability=compute_capability)
+    return kernel.multiply if reason is None else kernel.reference
+
+
 def _as_matrix(
     operand: Quantised, *, dims: str, last: list[str]
 ) -> tuple[Quantised, tuple[int, ...]]:
@@ -192,7 +296,8 @@ def _as_matrix(
     order = [dims.index(dim) for dim in (*kept, *last)]
     values, scale = (jnp.transpose(array, order) for array in operand)
     shape = values.shape[: len(kept)]
-    matrix = Quantised(values.reshape(math.prod(shape), -1), scale.reshape(-1, 1))
+    num_scales = math.prod(scale.shape[: len(kept)])
+    matrix = Quantised(values.reshape(math.prod(shape), -1), scale.reshape(num_scales, -1))
     return matrix, shape
 
 

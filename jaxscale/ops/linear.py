@@ -52,9 +52,9 @@ def linear(
     stored = weight if isinstance(weight, jax.Array) else weight[...]
     x, wide = x.astype(dtype), execution.gradient_dtype
     gather = _cast if execution.is_gathered else _gather(names)
-    if execution.fp8 is not None and execution.fp8.is_for(name):
+    if (how := execution.fp8) is not None and how.is_for(name):
         specs = _specs_of(subscripts, axes=names, out=out)
-        if not (objection := _objection(subscripts, x, stored=stored, specs=specs)):
+        if not (objection := _objection(subscripts, x, stored=stored, specs=specs, how=how)):
             return _in_8_bits(
                 subscripts,
                 x,
@@ -171,20 +171,20 @@ def _dims(subscripts: str) -> list[str]:
     return subscripts.replace(" ", "").replace("->", ",").split(",")
 
 
-def _objection(subscripts: str, x, *, stored, specs: _Specs) -> str | None:
+def _objection(subscripts: str, x, *, stored, specs: _Specs, how: fp8.Fp8) -> str | None:
     """Why the tensor cores cannot make this product, or those of its gradients, in 8 bits."""
     x_dims, weight_dims, _ = _dims(subscripts)
     sizes = dict(zip(x_dims, _part_of(x.shape, specs.x), strict=True))
     sizes |= dict(zip(weight_dims, _part_of(stored.shape, specs.weight), strict=True))
     groups = dict(
-        tokens=set(x_dims) - set(weight_dims),
-        inputs=set(x_dims) & set(weight_dims),
-        outputs=set(weight_dims) - set(x_dims),
+        tokens=[dim for dim in x_dims if dim not in weight_dims],
+        inputs=[dim for dim in weight_dims if dim in x_dims],
+        outputs=[dim for dim in weight_dims if dim not in x_dims],
     )
     for what, dims in groups.items():
-        number = math.prod(sizes[dim] for dim in dims)
-        if number % fp8.MULTIPLE:
-            return f"a device's {number} {what} are no multiple of {fp8.MULTIPLE}"
+        mine = tuple(sizes[dim] for dim in dims)
+        if objection := fp8.objection(mine, recipe=how.recipe):
+            return f"a device's {' x '.join(map(str, mine))} {what} are {objection}"
     return None
 
 
@@ -237,6 +237,8 @@ def _in_8_bits(
             dtypes=dtypes,
             out_dtype=out_dtype,
             is_accurate=dims != subscripts,
+            platform=execution.platform,
+            compute_capability=execution.compute_capability,
             told=functools.partial(tell, role) if role else None,
         )
         return shd.product_of_parts(product, operands, subscripts=dims, specs=specs, out=out)
@@ -256,10 +258,10 @@ def _in_8_bits(
 
         Out of x's dtype, as stages hold weights: so every layout has the same values.
         """
-        stored, dims = _values_of(stored), fp8.dims_of(subscripts, 1, recipe=how.recipe)
-        stored = stored.astype(x.dtype)
-        scale = checkpoint_name(fp8.scale_for(stored, fp8.FORWARD, dims=dims), SCALES)
-        part = fp8.quantise_with(scale, stored, dtype=fp8.FORWARD)
+        stored = _values_of(stored).astype(x.dtype)
+        runs = fp8.runs_of(subscripts, 1, shape=stored.shape, recipe=how.recipe, is_weight=True)
+        scale, here = _scales(stored, runs=runs)
+        part = fp8.quantise_with(here, stored, dtype=fp8.FORWARD)
         tell("weight", before=stored, after=part)
         return fp8.Quantised(_named(_values_of(gather(part.values))), scale)
 
@@ -269,7 +271,7 @@ def _in_8_bits(
 
     def forward(x, stored):
         weight = quantised(stored, subscripts)
-        is_shared = how.recipe == Recipe.FP8_TENSORWISE
+        is_shared = how.recipe != Recipe.FP8_ROWWISE
         return multiply(x, weight), (x, weight if is_shared else quantised(stored, to_x), stored)
 
     def backward(residuals, grad):
@@ -298,6 +300,29 @@ def _in_8_bits(
 
     product.defvjp(forward, backward)
     return shd.constrain(product(x, stored), out)
+
+
+def _scales(stored, *, runs: tuple[int, ...]):
+    """Those of a weight's runs, and those of what each device has of the runs.
+
+    Blocks that are split between devices have one scale all the same: their parts' largest values
+    are gathered first.
+    """
+    spec = fp8.spec_of(stored)
+    parts = runs
+    if spec is not None and not fp8.are_whole(runs, stored.shape):
+        own = _part_of(stored.shape, spec)
+        parts = tuple(math.gcd(run, mine) for run, mine in zip(runs, own, strict=True))
+    if parts == runs:
+        scale = checkpoint_name(fp8.scale_for(stored, fp8.FORWARD, runs=runs), SCALES)
+        return scale, scale
+    rest = tuple(run // part for run, part in zip(runs, parts, strict=True))
+    amax = jax.sharding.reshard(fp8.largest(stored, runs=parts), P())
+    scale = checkpoint_name(fp8.scale_for(amax, fp8.FORWARD, runs=rest), SCALES)
+    here = scale
+    for dim, times in enumerate(rest):
+        here = jnp.repeat(here, times, axis=dim)
+    return scale, jax.sharding.reshard(here, spec)
 
 
 def _named(values):

@@ -5,10 +5,8 @@ Tensors: B rows, S sequence, N query heads, K key heads, H head size.
 
 import dataclasses
 import math
-import statistics
 import sysconfig
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -19,11 +17,10 @@ from jaxscale.config import Attention
 from jaxscale.kernels import xla_attention
 from jaxscale.ops.attention import KERNELS
 from jaxscale.ops.documents import Documents, documents_of
+from jaxscale.perf.turns import error, in_turns
 
 Function = Callable[..., jax.Array]
 
-# Calls of one timing, timings of which the median counts; kernels take turns.
-CALLS, TIMINGS = 8, 7
 # A float32 check holds one key head's scores: 0.5 GiB a query head at 8192 tokens.
 MAX_CHECKED_SEQ = 8192
 
@@ -112,8 +109,8 @@ def _case(name: str, case: Case) -> Iterator[str]:
     )
     arrays = _random(case)
     kernels = _kernels(case, arrays)
-    forward_ms = _in_turns({kernel: jax.jit(f) for kernel, f in kernels.items()}, arrays[:3])
-    both_ms = _in_turns({kernel: jax.jit(_both(f)) for kernel, f in kernels.items()}, arrays)
+    forward_ms = in_turns({kernel: jax.jit(f) for kernel, f in kernels.items()}, arrays[:3])
+    both_ms = in_turns({kernel: jax.jit(_both(f)) for kernel, f in kernels.items()}, arrays)
     for kernel, errors in _errors(case, kernels, arrays=arrays).items():
         forward, both = forward_ms[kernel], both_ms[kernel]
         yield (
@@ -134,7 +131,7 @@ def _errors(case: Case, kernels: dict[str, Function], *, arrays: Sequence[jax.Ar
     }
     return {
         kernel: "errors of out dq dk dv "
-        + " ".join(f"{_error(*pair):.1e}" for pair in zip(each, expected, strict=True))
+        + " ".join(f"{error(*pair):.1e}" for pair in zip(each, expected, strict=True))
         for kernel, each in found.items()
     }
 
@@ -214,24 +211,3 @@ def _first_head(case: Case, arrays: Sequence[jax.Array], *, dtype) -> list[jax.A
     group = case.heads // case.kv_heads
     counts = (group, 1, 1, group)
     return [x[:1, :, :n].astype(dtype) for x, n in zip(arrays, counts, strict=True)]
-
-
-def _error(found: jax.Array, expected: jax.Array) -> float:
-    """Of the whole array, relative to its norm."""
-    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
-    return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
-
-
-def _in_turns(functions: Mapping[str, Callable], arrays: Sequence[jax.Array]) -> dict[str, float]:
-    """Median milliseconds of a call of each."""
-    timings: dict[str, list[float]] = {name: [] for name in functions}
-    for function in functions.values():
-        jax.block_until_ready(function(*arrays))
-    for _ in range(TIMINGS):
-        for name, function in functions.items():
-            began = time.perf_counter()
-            for _ in range(CALLS):
-                out = function(*arrays)
-            jax.block_until_ready(out)
-            timings[name].append((time.perf_counter() - began) / CALLS)
-    return {name: 1e3 * statistics.median(each) for name, each in timings.items()}

@@ -14,6 +14,7 @@ from jaxscale import config as run_config
 from jaxscale import sharding as shd
 from jaxscale.config import Config, Exchange, Recipe
 from jaxscale.data.loader import Corpus, open_dataset
+from jaxscale.kernels import block_scaled_matmul
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.fp8 import fp8_of
 from jaxscale.ops.layers import LAYERS
@@ -186,12 +187,17 @@ def _check_precision(config: Config, device: Any) -> None:
     if precision.recipe == Recipe.DTYPE or precision.emulate:
         return
     is_gpu = device.platform in ("gpu", "cuda")
-    capability = float(getattr(device, "compute_capability", "0")) if is_gpu else 0.0
-    if capability < FP8_CAPABILITY:
-        shown = f"{device.device_kind}" + f" (sm_{capability:.1f})" * is_gpu
+    capability = getattr(device, "compute_capability", "0") if is_gpu else "0"
+    reason = None
+    if float(capability) < FP8_CAPABILITY:
+        shown = f"{device.device_kind}" + f" (sm_{capability})" * is_gpu
+        reason = f"{shown} has no products in 8 bits"
+    elif precision.recipe == Recipe.FP8_BLOCKWISE:
+        reason = block_scaled_matmul.device_supported(device.platform, capability)
+    if reason:
         raise ValueError(
-            f"config.precision.recipe={precision.recipe.value!r}: {shown} has no products in 8 "
-            "bits; set config.precision.emulate=True for the same numbers, slowly, or "
+            f"config.precision.recipe={precision.recipe.value!r}: {reason}; set "
+            "config.precision.emulate=True for the same numbers, slowly, or "
             "config.precision.recipe='dtype'"
         )
 

@@ -54,7 +54,13 @@ def rowwise() -> str:
     )
 
 
-@pytest.fixture(params=["tensorwise", "rowwise"])
+@pytest.fixture(scope="module")
+def blockwise() -> str:
+    """FSDP 8, weights gathered again in the backward pass."""
+    return compiled_8b(precision=dict(recipe=Recipe.FP8_BLOCKWISE))
+
+
+@pytest.fixture(params=["tensorwise", "rowwise", "blockwise"])
 def hlo(request) -> str:
     return request.getfixturevalue(request.param)
 
@@ -69,6 +75,13 @@ def num_products(hlo: str) -> tuple[int, int]:
 def test_every_product_of_a_layer_is_one_of_operands_in_8_bits(tensorwise):
     assert num_products(tensorwise) == (LAYERS * PRODUCTS, 0)
     assert "__triton_gemm" not in tensorwise
+
+
+def test_blocks_are_multiplied_by_the_kernel(blockwise):
+    calls = [line for line in blockwise.splitlines() if '_target="mosaic_gpu' in line]
+    in_8_bits = [line for line in calls if "operand_layout_constraints={f8e4m3fn[" in line]
+    assert len(in_8_bits) == LAYERS * PRODUCTS
+    assert num_products(blockwise) == (0, 0)
 
 
 def test_weights_gradients_can_be_left_out(rowwise):

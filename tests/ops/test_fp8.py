@@ -15,7 +15,7 @@ from jaxscale.ops.execution import Execution
 from jaxscale.ops.linear import linear
 
 FORMATS = {jnp.float8_e4m3fn: 448.0, jnp.float8_e5m2: 57344.0}
-RECIPES = (Recipe.FP8_TENSORWISE, Recipe.FP8_ROWWISE)
+RECIPES = (Recipe.FP8_TENSORWISE, Recipe.FP8_ROWWISE, Recipe.FP8_BLOCKWISE)
 # As every program of a run is compiled: else XLA for GPUs leaves out the rounding to 8 bits.
 ROUNDED = {"xla_allow_excess_precision": False}
 RULES = shd.Rules(
@@ -42,7 +42,7 @@ def execution_with(**settings) -> Execution:
 @pytest.mark.parametrize("amax", [3e-30, 1e-3, 0.875, 0.88, 1.0, 7.0, 448.0, 449.0, 3e30])
 def test_a_scale_is_the_least_power_of_two_that_fits(dtype, amax):
     x = jnp.array([[-amax, amax / 3], [0.0, amax / 2]], jnp.float32)
-    scale = float(fp8.scale_for(x, dtype, dims=(0, 1))[0, 0])
+    scale = float(fp8.scale_for(x, dtype, runs=(2, 2))[0, 0])
     most, amax = FORMATS[dtype], float(np.float32(amax))
     assert np.log2(scale) % 1 == 0
     assert most / 2 < amax / scale <= most
@@ -51,7 +51,7 @@ def test_a_scale_is_the_least_power_of_two_that_fits(dtype, amax):
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_what_is_quantised_comes_back_within_half_a_step(dtype):
     x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32) * 1e-6
-    values, scale = fp8.quantise(jnp.asarray(x), dtype, dims=(1,))
+    values, scale = fp8.quantise(jnp.asarray(x), dtype, runs=(1, 32))
     assert values.dtype == dtype and scale.shape == (64, 1)
     back = np.asarray(values, np.float32) * np.asarray(scale)
     step = float(jnp.finfo(dtype).eps)
@@ -60,7 +60,7 @@ def test_what_is_quantised_comes_back_within_half_a_step(dtype):
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_makes_everything_nan():
-    zeros = fp8.quantise(jnp.zeros((4, 4)), fp8.FORWARD, dims=(0, 1))
+    zeros = fp8.quantise(jnp.zeros((4, 4)), fp8.FORWARD, runs=(4, 4))
     assert float(jnp.abs(zeros.values.astype(jnp.float32)).max()) == 0
     assert np.isfinite(zeros.scale).all()
     for odd in (np.nan, np.inf, -np.inf):
@@ -77,8 +77,10 @@ def test_zeros_stay_zeros_and_what_is_not_finite_makes_everything_nan():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_product_is_that_of_what_was_quantised(recipe):
+    """Some of 64 tokens' 256 values are small, each some others."""
     rng = np.random.default_rng(0)
-    x, w = rng.normal(size=(2, 16, 48)), rng.normal(size=(48, 3, 32))
+    x, w = rng.normal(size=(2, 32, 256)), rng.normal(size=(256, 3, 128))
+    x *= np.exp2(rng.integers(-20, 0, (2, 32, 2))).repeat(128, axis=2)
     y = fp8.product(
         "BSD,DNH->BSNH",
         (jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)),
@@ -86,20 +88,37 @@ def test_a_product_is_that_of_what_was_quantised(recipe):
         dtypes=(fp8.FORWARD,) * 2,
         out_dtype=jnp.bfloat16,
     )
+    runs = {
+        Recipe.FP8_TENSORWISE: (x.shape, w.shape),
+        Recipe.FP8_ROWWISE: ((1, 1, 256), (256, 1, 1)),
+        Recipe.FP8_BLOCKWISE: ((1, 1, 128), (128, 1, 1)),
+    }[recipe]
     expected = np.einsum(
-        "BSD,DNH->BSNH",
-        rounded(x, dims=None if recipe == Recipe.FP8_TENSORWISE else (2,)),
-        rounded(w, dims=None if recipe == Recipe.FP8_TENSORWISE else (0,)),
+        "BSD,DNH->BSNH", *(rounded(a, runs=mine) for a, mine in zip((x, w), runs, strict=True))
     )
-    assert np.abs(np.asarray(y, np.float64) - expected).max() < 2**-8 * np.abs(expected).max()
+    y = np.asarray(y, np.float64)
+    assert np.abs(y - expected).max() < 2**-8 * np.abs(expected).max()
+    if recipe == Recipe.FP8_BLOCKWISE:
+        plain = np.einsum("BSD,DNH->BSNH", x, w)
+        assert (norms(y - plain) < 0.06 * norms(plain)).all(), "nothing small is lost"
 
 
-def rounded(x, *, dims, dtype=ml_dtypes.float8_e4m3fn) -> np.ndarray:
-    """What 8 bits leave of bfloat16 values, by another arithmetic than ours."""
+def norms(y_BSNH) -> np.ndarray:
+    return np.linalg.norm(y_BSNH, axis=(2, 3))
+
+
+def rounded(x, *, runs, dtype=ml_dtypes.float8_e4m3fn) -> np.ndarray:
+    """What 8 bits leave of bfloat16 values, by another arithmetic than ours.
+
+    runs: how many along each dimension share a scale.
+    """
     x = x.astype(ml_dtypes.bfloat16).astype(np.float64)
+    pairs = ((size // run, run) for size, run in zip(x.shape, runs, strict=True))
+    parts = x.reshape([size for pair in pairs for size in pair])
     most = float(ml_dtypes.finfo(dtype).max)
-    scale = 2.0 ** np.ceil(np.log2(np.abs(x).max(axis=dims, keepdims=True) / most))
-    return (x / scale).astype(dtype).astype(np.float64) * scale
+    shared = tuple(range(1, parts.ndim, 2))
+    scale = 2.0 ** np.ceil(np.log2(np.abs(parts).max(axis=shared, keepdims=True) / most))
+    return ((parts / scale).astype(dtype).astype(np.float64) * scale).reshape(x.shape)
 
 
 def gradients_of(execution, weight_DF, x_BSD, slope_BSF, *, put=lambda tree: tree):
@@ -122,13 +141,16 @@ def gradients_of(execution, weight_DF, x_BSD, slope_BSF, *, put=lambda tree: tre
     return jax.tree.map(lambda a: np.asarray(a, np.float64), found(*put((weight_DF, x_BSD))))
 
 
+D, F = 128, 256
+
+
 @pytest.fixture(scope="module")
 def operands():
     """A weight, inputs, and slopes some of which are small."""
     rng = np.random.default_rng(0)
-    x_BSD, slope_BSF = (rng.normal(size=(16, 64, n)).astype(jnp.bfloat16) for n in (64, 96))
+    x_BSD, slope_BSF = (rng.normal(size=(16, 64, n)).astype(jnp.bfloat16) for n in (D, F))
     slope_BSF *= np.exp2(rng.integers(-9, 0, (16, 64, 1))).astype(jnp.bfloat16)
-    return rng.normal(size=(64, 96)).astype(np.float32), x_BSD, slope_BSF
+    return rng.normal(size=(D, F)).astype(np.float32), x_BSD, slope_BSF
 
 
 @pytest.mark.parametrize("gradient", [Float8.E4M3, Float8.E5M2])
@@ -137,11 +159,15 @@ def test_gradients_are_products_in_8_bits_too(operands, recipe, gradient):
     weight, x, slope = operands
     found, _ = gradients_of(execution_with(recipe=recipe, gradients=gradient), *operands)
     dtype = dict(e4m3=ml_dtypes.float8_e4m3fn, e5m2=ml_dtypes.float8_e5m2)[gradient.value]
-    tokens = (x.reshape(-1, 64), slope.reshape(-1, 96))
-    shared = recipe == Recipe.FP8_TENSORWISE
-    rows, columns = (None, None) if shared else ((1,), (0,))
-    dx = rounded(tokens[1], dims=rows, dtype=dtype) @ rounded(weight, dims=rows).T
-    dw = rounded(tokens[0], dims=columns).T @ rounded(tokens[1], dims=columns, dtype=dtype)
+    x_TD, g_TF = x.reshape(-1, D), slope.reshape(-1, F)
+    # Of g and of the weight in the product of dx, of x and of g in that of dw.
+    g, w, x_2, g_2 = {
+        Recipe.FP8_TENSORWISE: (g_TF.shape, weight.shape, x_TD.shape, g_TF.shape),
+        Recipe.FP8_ROWWISE: ((1, F), (1, F), (len(x_TD), 1), (len(g_TF), 1)),
+        Recipe.FP8_BLOCKWISE: ((1, 128), (128, 128), (128, 1), (128, 1)),
+    }[recipe]
+    dx = rounded(g_TF, runs=g, dtype=dtype) @ rounded(weight, runs=w).T
+    dw = rounded(x_TD, runs=x_2).T @ rounded(g_TF, runs=g_2, dtype=dtype)
     for mine, expected in zip(found, (dw, dx.reshape(x.shape)), strict=True):
         assert np.abs(mine - expected).max() < 2**-8 * np.abs(expected).max()
 
@@ -151,8 +177,8 @@ def test_a_weights_gradient_can_be_left_in_bfloat16(operands):
     weight, x, slope = operands
     x = (1 + np.random.default_rng(0).integers(0, 32, x.shape) / 32).astype(x.dtype)
     alone = np.zeros_like(slope)
-    alone.reshape(-1, 96)[np.arange(96), np.arange(96)] = 2.0
-    expected = 2 * x.reshape(-1, 64)[:96].T.astype(np.float64)
+    alone.reshape(-1, F)[np.arange(F), np.arange(F)] = 2.0
+    expected = 2 * x.reshape(-1, D)[:F].T.astype(np.float64)
     for recipe in RECIPES:
         both = (execution_with(recipe=recipe, weight_gradients=is_8) for is_8 in (True, False))
         narrow, wide = (gradients_of(execution, weight, x, alone) for execution in both)

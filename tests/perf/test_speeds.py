@@ -47,6 +47,15 @@ def test_kernels_are_timed_beside_one_another_and_checked(capsys):
     assert line.endswith("errors of out dq dk dv 0.0e+00 0.0e+00 0.0e+00 0.0e+00")
 
 
+def test_products_in_8_bits_are_timed_beside_one_another_and_checked(capsys):
+    assert Script("bench_kernel").run("matmul", "--cases=tiny") == 0
+    head, case, *lines = capsys.readouterr().out.splitlines()
+    assert head.endswith("results in bfloat16") and case == "tiny: [128, 256] times [256, 128]"
+    errors = {line.split()[0]: float(line.split()[-1]) for line in lines}
+    assert list(errors) == ["bfloat16", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"]
+    assert errors.pop("bfloat16") < 0.005 and all(0.02 < off < 0.05 for off in errors.values())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -54,6 +63,7 @@ def test_kernels_are_timed_beside_one_another_and_checked(capsys):
         (["softmax"], "name one kernel of attention"),
         (["attention"], "JAX finds no GPU here"),
         (["attention", "--cases=tiny,huge"], "--cases=huge: attention has causal_8k"),
+        (["matmul", "--cases=huge"], "--cases=huge: matmul has out, up, down"),
     ],
 )
 def test_a_kernel_or_a_case_that_is_not_there_is_refused(words, message, capsys):

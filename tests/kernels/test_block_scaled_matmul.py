@@ -1,0 +1,110 @@
+"""Block-scaled products against NumPy: interpreted, with its races looked for, where no GPU is."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu
+
+from jaxscale.kernels import block_scaled_matmul as kernel
+from jaxscale.kernels.block_scaled_matmul import BLOCK, STAGES
+
+plgpu: Any = mosaic_gpu  # jax 0.10.2 has no interpreter there
+IS_GPU = jax.default_backend() == "gpu"
+# M, N, K; the last has more blocks of the sum than there are tiles in shared memory.
+SHAPES = [(128, 128, 128), (256, 384, 256), (128, 256, BLOCK * (2 * STAGES + 1))]
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < kernel.JAX, reason="jax has no interpreter of Mosaic GPU for it"
+)
+
+
+@contextlib.contextmanager
+def interpreted():
+    """Where there is no GPU. Fails for two warpgroups that meet in memory unprotected."""
+    if IS_GPU:
+        yield
+        return
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+    assert not gpu_callbacks.get_races().races_found
+
+
+def operand(rng, lines: int, size: int, *, is_weight: bool, dtype=jnp.float8_e4m3fn):
+    """Values, and scales between 2**-6 and 2**6."""
+    values = jnp.asarray(rng.normal(size=(lines, size)) * 40, dtype)
+    num_scales = lines // BLOCK if is_weight else lines
+    return values, np.exp2(rng.integers(-6, 7, (num_scales, size // BLOCK))).astype(np.float32)
+
+
+def expected(lhs, rhs) -> np.ndarray:
+    wide = []
+    for values, scale in (lhs, rhs):
+        scale = scale.repeat(len(values) // len(scale), axis=0).repeat(BLOCK, axis=1)
+        wide.append(np.asarray(values).astype(np.float64) * scale)
+    return wide[0] @ wide[1].T
+
+
+def multiplied(lhs, rhs, *, out_dtype=jnp.float32, function=kernel.multiply):
+    return np.asarray(
+        function(lhs[0], rhs[0], lhs_scale=lhs[1], rhs_scale=rhs[1], out_dtype=out_dtype)
+    )
+
+
+@pytest.mark.parametrize("is_weight", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_product_is_that_of_scaled_values(shape, is_weight):
+    (M, N, K), rng = shape, np.random.default_rng(0)
+    lhs = operand(rng, M, K, is_weight=False)
+    rhs = operand(rng, N, K, is_weight=is_weight)
+    wanted = expected(lhs, rhs)
+    np.testing.assert_allclose(
+        multiplied(lhs, rhs, function=kernel.reference), wanted, atol=1e-5 * np.abs(wanted).max()
+    )
+    with interpreted():
+        y = multiplied(lhs, rhs)
+    # Tensor cores keep 14 bits of the sum of 128 products.
+    np.testing.assert_allclose(y, wanted, atol=2**-12 * np.abs(wanted).max())
+
+
+def test_operands_may_differ_in_dtype_and_results_are_rounded_once():
+    rng = np.random.default_rng(1)
+    lhs = operand(rng, 128, 256, is_weight=False, dtype=jnp.float8_e5m2)
+    rhs = operand(rng, 128, 256, is_weight=True)
+    wanted = expected(lhs, rhs)
+    with interpreted():
+        y = multiplied(lhs, rhs, out_dtype=jnp.bfloat16).astype(np.float64)
+    assert np.abs(y - wanted).max() < 2**-8 * np.abs(wanted).max()
+
+
+def test_a_scale_that_is_not_a_number_spoils_its_row_alone():
+    rng = np.random.default_rng(2)
+    lhs, rhs = operand(rng, 128, 256, is_weight=False), operand(rng, 128, 256, is_weight=True)
+    lhs[1][5, 1] = np.nan
+    with interpreted():
+        is_nan = np.isnan(multiplied(lhs, rhs))
+    assert is_nan[5].all() and is_nan.sum() == is_nan[5].size
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "need an NVIDIA GPU, not cpu": dict(platform="cpu"),
+    "for compute capability 9.0, not 10.0": dict(compute_capability="10.0"),
+    "multiples of 128, not 192": dict(shape=(192, 256)),
+    "of float8_e4m3fn or float8_e5m2, not bfloat16": dict(dtype=jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_it_cannot_run_is_told(reason):
+    case: dict[str, Any] = (
+        dict(platform="gpu", compute_capability="9.0", shape=(128, 256)) | REFUSED[reason]
+    )
+    lhs = jax.ShapeDtypeStruct(case.pop("shape"), case.pop("dtype", jnp.float8_e4m3fn))
+    rhs = jax.ShapeDtypeStruct((128, 256), jnp.float8_e5m2)
+    found = kernel.supported(lhs, rhs, **case)
+    assert found is not None and reason in found

@@ -35,6 +35,10 @@ XLA_FLAGS = (
     # Without fused multiply-add, which takes what a fusion happens to put side by side: the same
     # sum then rounds one way on one device and another on eight (1e-5 of a gradient in bfloat16).
     "--xla_cpu_max_isa=AVX",
+    # Each program as one piece of code. In 32 it takes 156 memory maps of the process instead of
+    # 63, and with the programs that are kept (`compiled_once.py`) a worker came to 58,000 of the
+    # 65,530 that Linux allows; beyond, XLA's compiler crashes. Both take the same time.
+    "--xla_cpu_parallel_codegen_split_count=1",
 )
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -78,6 +78,8 @@ def multiply(lhs_MK, rhs_NK, *, lhs_scale, rhs_scale, out_dtype):
     def tiles_of(operand, *shape):
         return plgpu.SMEM((STAGES, *shape, BLOCK), operand.dtype, transforms=tiled)
 
+    # A weight's are one number a tile, which threads read themselves.
+    is_by_tile = len(rhs_scale) < num_columns
     scales = plgpu.SMEM((STAGES, TILE), jnp.float32)
     out_lanes = 128 // jnp.dtype(out_dtype).itemsize
     out_tiled = plgpu.TilingTransform((8, out_lanes)), plgpu.SwizzleTransform(128)
@@ -96,9 +98,9 @@ def multiply(lhs_MK, rhs_NK, *, lhs_scale, rhs_scale, out_dtype):
             lhs_tiles=tiles_of(lhs_MK, WARPGROUPS, 64),
             rhs_tiles=tiles_of(rhs_NK, TILE),
             lhs_scales=scales,
-            rhs_scales=scales,
+            **({} if is_by_tile else dict(rhs_scales=scales)),
             out_tile=plgpu.SMEM((WARPGROUPS, 64, TILE), out_dtype, transforms=out_tiled),
-            loaded=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+            loaded=plgpu.Barrier(num_arrivals=4 - is_by_tile, num_barriers=STAGES),
             used=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
         ),
         grid=(num_rows // TILE * (num_columns // TILE),),
@@ -107,11 +109,8 @@ def multiply(lhs_MK, rhs_NK, *, lhs_scale, rhs_scale, out_dtype):
         thread_name="warpgroup",
     )
     lhs_by_block = lhs_MK.reshape(num_rows // 64, 64, size)
-    scales_by_block = (
-        _by_line(scale, num_lines=len(operand)).T
-        for scale, operand in ((lhs_scale, lhs_MK), (rhs_scale, rhs_NK))
-    )
-    return kernel(lhs_by_block, rhs_NK, *scales_by_block)
+    lhs_scale = _by_line(lhs_scale, num_lines=num_rows)
+    return kernel(lhs_by_block, rhs_NK, lhs_scale.T, rhs_scale.T)
 
 
 def _by_line(scale, *, num_lines: int):
@@ -129,7 +128,7 @@ def _wide(values, scale):
 class _Program:
     """The references of the kernel's operands, its shared memory and its barriers.
 
-    lhs: [M / 64, 64, K]. Scales: [K / 128, M] and [K / 128, N].
+    lhs: [M / 64, 64, K]. Scales: [K / 128, M] and [K / 128, R]; without rhs_scales R is N / 128.
     """
 
     lhs: Any
@@ -141,7 +140,7 @@ class _Program:
     lhs_tiles: Any
     rhs_tiles: Any
     lhs_scales: Any
-    rhs_scales: Any
+    rhs_scales: Any = None
     out_tile: Any
     loaded: Any
     used: Any
@@ -167,12 +166,14 @@ class _Program:
             slot = lax.rem(i, STAGES)
             summed, loaded = pl.ds(i * BLOCK, BLOCK), self.loaded.at[slot]
             pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(self.used.at[slot]))
-            for source, target in (
+            copies = [
                 (self.lhs.at[groups, :, summed], self.lhs_tiles),
                 (self.rhs.at[columns, summed], self.rhs_tiles),
                 (self.lhs_scale.at[i, rows], self.lhs_scales),
-                (self.rhs_scale.at[i, columns], self.rhs_scales),
-            ):
+            ]
+            if self.rhs_scales is not None:
+                copies.append((self.rhs_scale.at[i, columns], self.rhs_scales))
+            for source, target in copies:
                 plgpu.copy_gmem_to_smem(source, target.at[slot], loaded)
 
         # Nothing of a barrier may be left to wait for: the interpreter says so.
@@ -198,20 +199,25 @@ class _Program:
         """The sums, and those over 128 more, scaled."""
         slot = lax.rem(i, STAGES)
         plgpu.barrier_wait(self.loaded.at[slot])
-        scaled = functools.partial(self.scaled_product, slot=slot)
+        scaled = functools.partial(self.scaled_product, i, slot=slot)
         part = pl.run_scoped(scaled, plgpu.ACC((64, TILE), jnp.float32))
         plgpu.barrier_arrive(self.used.at[slot])
         return sums + part
 
-    def scaled_product(self, ref, *, slot):
-        warpgroup = lax.axis_index("warpgroup")
+    def scaled_product(self, i, ref, *, slot):
+        warpgroup, (_, column) = lax.axis_index("warpgroup"), self.place()
+        of_tile = self.rhs_scale[i, column] if self.rhs_scales is None else None
         rhs = self.rhs_tiles.at[slot].transpose((1, 0))
         plgpu.wgmma(ref, self.lhs_tiles.at[slot, warpgroup], rhs)
         # Beside the product, and so is the fence between reading the scales and their next copy.
         rows = pl.ds(warpgroup * 64, 64)
         by_row = load(self.lhs_scales.at[slot, rows], layout=PER_ROW, optimized=False)
-        by_column = load(self.rhs_scales.at[slot], layout=PER_COLUMN, optimized=False)
+        if of_tile is None:
+            by_column = load(self.rhs_scales.at[slot], layout=PER_COLUMN, optimized=False)
+        else:
+            by_row *= of_tile
         plgpu.commit_smem()
         part = ref[...]
-        by_row = lax.broadcast_in_dim(by_row, part.shape, [0])
-        return part * lax.broadcast_in_dim(by_column, part.shape, [1]) * by_row
+        if of_tile is None:
+            part *= lax.broadcast_in_dim(by_column, part.shape, [1])
+        return part * lax.broadcast_in_dim(by_row, part.shape, [0])

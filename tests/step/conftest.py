@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,6 +61,27 @@ def small_config(**changes) -> run_config.Config:
         setattr(config, key, value)
     run_config.validate(config)
     return config
+
+
+def in_8_bits(recipe: str) -> dict[str, Any]:
+    """Changes for `small_config`: a model of which every product can be in this recipe.
+
+    Blocks of 128 want a larger one and more tokens; on fsdp=8 a device's part of a weight still is
+    an eighth of a block.
+    """
+    changes: dict[str, Any] = dict(dtype="bfloat16", recipe=recipe)
+    if recipe != "fp8_blockwise":
+        return changes
+    model = llama.Config(
+        vocab_size=VOCAB_SIZE,
+        model_dim=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_dim=256,
+        qk_norm=True,
+    )
+    return changes | dict(model=model, batch_size=32)
 
 
 def make_plan(config, num_devices=8) -> Plan:

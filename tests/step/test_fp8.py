@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxscale.models import llama
-from tests.step.conftest import VOCAB_SIZE, make_plan, small_config
+from tests.step.conftest import in_8_bits, make_plan, small_config
 
 # A difference in the last bit of bfloat16 may turn a value over to its neighbour in 8 bits. After
 # five steps losses differ by up to 1.1e-4 of themselves on these meshes; after the first, Adam's
@@ -34,31 +33,11 @@ CASES = [("fp8_tensorwise", layout) for layout in LAYOUTS]
 CASES += [("fp8_rowwise", layout) for layout in ("zero3", "tp sp")]
 CASES += [("fp8_blockwise", layout) for layout in LAYOUTS if layout != "zero2"]
 
-# So that all its products have whole blocks of 128, on each device, the model is larger: on fsdp=8
-# a device's part of a weight still is an eighth of a block.
-LARGER = dict(
-    batch_size=32,
-    model=llama.Config(
-        vocab_size=VOCAB_SIZE,
-        model_dim=128,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        mlp_dim=256,
-        qk_norm=True,
-    ),
-)
-
-
-def settings_of(recipe: str) -> dict[str, Any]:
-    settings = dict(dtype="bfloat16", recipe=recipe)
-    return settings | LARGER if recipe == "fp8_blockwise" else settings
-
 
 @pytest.mark.parametrize(("recipe", "layout"), CASES)
 def test_a_layout_trains_like_one_device(run, layout, recipe):
-    alone = run(1, **settings_of(recipe))
-    here = run(8, **settings_of(recipe), **LAYOUTS[layout])
+    alone = run(1, **in_8_bits(recipe))
+    here = run(8, **in_8_bits(recipe), **LAYOUTS[layout])
     np.testing.assert_allclose(here.losses, alone.losses, rtol=LOSS_RTOL)
     for name, value in alone.first_moments.items():
         error = np.linalg.norm(here.first_moments[name] - value) / np.linalg.norm(value)
@@ -67,7 +46,7 @@ def test_a_layout_trains_like_one_device(run, layout, recipe):
 
 @pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"])
 def test_8_bits_train_nearly_like_16(run, recipe):
-    here, plain = (run(1, **settings_of(recipe) | dict(recipe=kind)) for kind in (recipe, "dtype"))
+    here, plain = (run(1, **in_8_bits(recipe) | dict(recipe=kind)) for kind in (recipe, "dtype"))
     assert (here.losses != plain.losses).any()
     np.testing.assert_allclose(here.losses, plain.losses, rtol=NEAR_BFLOAT16)
 

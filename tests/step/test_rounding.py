@@ -10,7 +10,7 @@ import pytest
 from jaxscale.step.rounding import Rounding
 from jaxscale.step.state import init_state, to_flat
 from jaxscale.train.beside import Beside
-from tests.step.conftest import make_plan, small_config
+from tests.step.conftest import in_8_bits, make_plan, small_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "auto": dict(fsdp=8, axis_types="auto", grad_accumulation=2),
@@ -28,7 +28,7 @@ def rounded(rows):
 
     @functools.cache
     def rounded(num_devices, **changes):
-        plan = make_plan(small_config(dtype="bfloat16", **changes), num_devices)
+        plan = make_plan(small_config(**changes), num_devices)
         state, rounding = init_state(plan), Rounding()
         beside = Beside(plan, rows, program=rounding.program, doing="looking")
         beside.first(state, number=0)
@@ -39,20 +39,23 @@ def rounded(rows):
     return rounded
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise"])
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"])
 def test_weights_and_scales_are_counted(rounded, recipe):
-    found, params = rounded(1, recipe=recipe)
+    found, params = rounded(1, **in_8_bits(recipe))
     operands = [f"{name}.{what}" for name in WEIGHTS for what in ("gradient", "weight", "x")]
     assert list(found) == operands
     lost = num_scales = 0
     for layer in params["layers.up"].astype(ml_dtypes.bfloat16).astype(np.float64):
-        dims = None if recipe == "fp8_tensorwise" else 0
-        amax = np.abs(layer).max(axis=dims, keepdims=True)
+        inputs, outputs = layer.shape
+        block = {"fp8_tensorwise": (inputs, outputs), "fp8_rowwise": (inputs, 1)}
+        rows, columns = block.get(recipe, (128, 128))
+        blocks = layer.reshape(inputs // rows, rows, outputs // columns, columns)
+        amax = np.abs(blocks).max(axis=(1, 3), keepdims=True)
         scale = 2.0 ** np.ceil(np.log2(amax / 448))
-        lost += ((layer / scale).astype(ml_dtypes.float8_e4m3fn) == 0).sum()
+        lost += ((blocks / scale).astype(ml_dtypes.float8_e4m3fn) == 0).sum()
         num_scales += scale.size
         assert set(np.log2(scale).ravel()) <= set(found["up.weight"].scales)
-    if recipe == "fp8_tensorwise":  # else each weight is rounded once more for its other product
+    if recipe != "fp8_rowwise":  # where each weight is rounded once more for its other product
         assert found["up.weight"].lost == pytest.approx(lost / params["layers.up"].size)
         assert sum(found["up.weight"].scales.values()) % num_scales == 0
     for operand in found.values():
@@ -61,8 +64,8 @@ def test_weights_and_scales_are_counted(rounded, recipe):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_loses_what_one_device_does(rounded, layout):
-    alone, _ = rounded(1, recipe="fp8_tensorwise")
-    here, _ = rounded(8, recipe="fp8_tensorwise", **LAYOUTS[layout])
+    alone, _ = rounded(1, **in_8_bits("fp8_tensorwise"))
+    here, _ = rounded(8, **in_8_bits("fp8_tensorwise"), **LAYOUTS[layout])
     assert list(here) == list(alone)
     for name, operand in here.items():
         # A device's own scale may be smaller, not larger, than that of all.

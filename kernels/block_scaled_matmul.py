@@ -17,33 +17,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxscale.kernels import hopper
+from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
+
 # Of the sum, of a weight's rows and of its columns: what has one scale.
 BLOCK = 128
-WARPGROUPS = 2  # that compute
 TILE = 128  # rows, and columns, of a program's part of the result
 STAGES = 4  # tiles of both operands in shared memory: 33 KiB each, beside 64 KiB of results
 # Tiles of columns that are made one after the other for one tile of rows, for the L2 cache.
 TOGETHER = 8
 # Of 65,536 a multiprocessor has; 128 threads a warpgroup.
 REGISTERS, REGISTERS_TO_COPY = 240, 40
-# The first whose Mosaic GPU has all that is used here.
-JAX = (0, 11, 2)
 
 PER_ROW, PER_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-
-# jax 0.10.2 wants an index too; there the kernel is not used (`supported`).
-load: Any = plgpu.load
 
 
 def device_supported(platform: str, compute_capability: str) -> str | None:
     """None if `multiply` can run on this platform ("gpu"), else the reason."""
-    if platform not in ("gpu", "cuda"):
-        return f"block-scaled products need an NVIDIA GPU, not {platform}"
-    if compute_capability != "9.0":
-        return f"block-scaled products are for compute capability 9.0, not {compute_capability}"
-    if jax.__version_info__ < JAX:
-        return f"block-scaled products need jax {'.'.join(map(str, JAX))}, not {jax.__version__}"
-    return None
+    return hopper.objection(
+        "the block-scaled product", platform=platform, compute_capability=compute_capability
+    )
 
 
 def supported(lhs_MK, rhs_NK, *, platform: str, compute_capability: str = "9.0") -> str | None:
@@ -86,10 +79,7 @@ def multiply(lhs_MK, rhs_NK, *, lhs_scale, rhs_scale, out_dtype):
 
     # Its name is the kernel's, in programs and traces.
     def block_scaled_matmul(*refs, **scratch):
-        program = _Program(*refs, **scratch)
-        warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup < WARPGROUPS)(program.compute)
-        pl.when(warpgroup == WARPGROUPS)(program.copy)
+        run(_Program(*refs, **scratch))
 
     kernel = plgpu.kernel(
         block_scaled_matmul,
@@ -215,13 +205,13 @@ class _Program:
         plgpu.wgmma(ref, self.lhs_tiles.at[slot, warpgroup], rhs)
         # Beside the product, and so is the fence between reading the scales and their next copy.
         rows = pl.ds(warpgroup * 64, 64)
-        by_row = load(self.lhs_scales.at[slot, rows], layout=PER_ROW, optimized=False)
+        of_rows = load(self.lhs_scales.at[slot, rows], layout=PER_ROW, optimized=False)
         if of_tile is None:
             by_column = load(self.rhs_scales.at[slot], layout=PER_COLUMN, optimized=False)
         else:
-            by_row *= of_tile
+            of_rows *= of_tile
         plgpu.commit_smem()
         part = ref[...]
         if of_tile is None:
             part *= lax.broadcast_in_dim(by_column, part.shape, [1])
-        return part * lax.broadcast_in_dim(by_row, part.shape, [0])
+        return part * by_row(of_rows, part)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.kernels import flash_backward, flash_forward, flash_spans
+from jaxscale.kernels import flash_backward, flash_forward, flash_spans, hopper
 from jaxscale.kernels.flash_spans import Spans
 from jaxscale.kernels.xla_attention import NOTHING
 from jaxscale.kernels.xla_attention import reference as reference
@@ -25,8 +25,6 @@ TRACKS_VMA = False
 HIDES_NOTHING = True
 
 HEAD_SIZES = (64, 128)
-# The first whose Mosaic GPU lets a program write to an accumulator.
-JAX = (0, 11, 2)
 # Of tokens: rows are padded to it.
 TILE = 128
 
@@ -41,12 +39,11 @@ def supported(
 ) -> str | None:
     """None if `attention` can run these shapes on this platform ("gpu"), else the reason."""
     *_, num_heads, head_size = q_BSNH.shape
-    if platform not in ("gpu", "cuda"):
-        return f"flash attention needs an NVIDIA GPU, not {platform}"
-    if compute_capability != "9.0":
-        return f"flash attention is for compute capability 9.0, not {compute_capability}"
-    if jax.__version_info__ < JAX:
-        return f"flash attention needs jax {'.'.join(map(str, JAX))}, not {jax.__version__}"
+    reason = hopper.objection(
+        "flash attention", platform=platform, compute_capability=compute_capability
+    )
+    if reason:
+        return reason
     if q_BSNH.dtype != jnp.bfloat16:
         return f"flash attention takes bfloat16, not {q_BSNH.dtype}"
     if head_size not in HEAD_SIZES:

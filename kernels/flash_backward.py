@@ -22,15 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels.flash_forward import (
-    LOG2_E,
-    REGISTERS,
-    REGISTERS_TO_COPY,
-    WARPGROUPS,
-    load,
-    run,
-)
+from jaxscale.kernels.flash_forward import LOG2_E, REGISTERS, REGISTERS_TO_COPY
 from jaxscale.kernels.flash_spans import Spans, Work, tiles_of_keys, tiles_of_queries
+from jaxscale.kernels.hopper import WARPGROUPS, load, run
 
 TILE_Q = 64
 TILE_K = 64 * WARPGROUPS

@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels.flash_spans import Spans, Work, tiles_of_keys
+from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
 
-WARPGROUPS = 2  # that compute
 TILE_Q = 64 * WARPGROUPS
 TILE_K = 128
 STAGES = 2  # tiles of keys in shared memory: with 3, head size 128 needs 120 bytes too many
@@ -34,9 +34,6 @@ LOG2_E = math.log2(math.e)
 # same, p would be 2 to the rounding error of a product of 1e30: infinite for some scales.)
 HIDDEN, LOWEST = -1e30, -1e20
 PER_QUERY = plgpu.Layout.WGMMA.reduce(1)
-
-# jax 0.10.2 wants an index too; there these kernels are not used (`flash_attention.supported`).
-load: Any = plgpu.load
 
 
 def forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float):
@@ -90,13 +87,6 @@ def forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float):
     # Without the barrier XLA runs the kernel twice in a scan: once more in a fusion of its own that
     # writes what is kept for the backward pass into the stack.
     return lax.optimization_barrier(kernel(q_BSNH, k_BTKH, v_BTKH, *spans, visits.stacked()))
-
-
-def run(program) -> None:
-    """Each warpgroup's part of a program with `compute` and `copy`."""
-    warpgroup = lax.axis_index("warpgroup")
-    pl.when(warpgroup < WARPGROUPS)(program.compute)
-    pl.when(warpgroup == WARPGROUPS)(program.copy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +157,7 @@ class _Program:
         )
         sees = last > first
         total = jnp.where(sees, total, 1.0)
-        out *= _by_row(jnp.where(sees, 1.0 / total, 0.0), out)
+        out *= by_row(jnp.where(sees, 1.0 / total, 0.0), out)
         q_tile[...] = out.astype(self.out.dtype)
         lse_tile = self.lse_tile.at[warpgroup]
         lse_tile[...] = jnp.where(sees, largest / LOG2_E + jnp.log(total), -jnp.inf)
@@ -209,7 +199,7 @@ class _Program:
             p, largest, total, shrink = pl.run_scoped(beside_product, scores)
             sums = out[...]
             plgpu.barrier_arrive(self.v_used.at[slot_before])
-            out[...] = sums * _by_row(shrink, sums)
+            out[...] = sums * by_row(shrink, sums)
             return p.astype(self.v.dtype), largest, total
 
         carry = p.astype(self.v.dtype), largest, total
@@ -234,13 +224,9 @@ class _Program:
         largest_before, total = statistics
         if keys is not None:
             key = keys + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-            is_seen = (key >= _by_row(first, s)) & (key < _by_row(last, s))
+            is_seen = (key >= by_row(first, s)) & (key < by_row(last, s))
             s = jnp.where(is_seen, s, HIDDEN)
         largest = jnp.maximum(largest_before, s.max(axis=1) * (self.scale * LOG2_E))
         shrink = jnp.exp2(largest_before - largest)
-        p = jnp.exp2(s * (self.scale * LOG2_E) - _by_row(largest, s))
+        p = jnp.exp2(s * (self.scale * LOG2_E) - by_row(largest, s))
         return p, largest, total * shrink + p.sum(axis=1), shrink
-
-
-def _by_row(x, like):
-    return lax.broadcast_in_dim(x, like.shape, [0])

@@ -10,7 +10,7 @@ import pytest
 
 from jaxscale.compile import ahead
 from jaxscale.config import MeshConfig, Recipe, Remat
-from jaxscale.kernels import block_scaled_matmul as kernel
+from jaxscale.kernels import hopper
 
 pytestmark = [
     pytest.mark.skipif(ahead.missing() is not None, reason=str(ahead.missing())),
@@ -35,7 +35,7 @@ def compiled_8b(**changes) -> str:
     config.data.max_documents_per_row, config.scan_unroll = 8, LAYERS
     config.remat, config.batch_size = Remat.GEMMS, 8
     precision = changes.pop("precision")
-    if precision["recipe"] == Recipe.FP8_BLOCKWISE and jax.__version_info__ < kernel.JAX:
+    if precision["recipe"] == Recipe.FP8_BLOCKWISE and jax.__version_info__ < hopper.JAX:
         pytest.skip("this jax is too old for block-scaled products")
     config.precision = dataclasses.replace(config.precision, **precision)
     config = dataclasses.replace(config, **changes)

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu
 
 from jaxscale.kernels import block_scaled_matmul as kernel
+from jaxscale.kernels import hopper
 from jaxscale.kernels.block_scaled_matmul import BLOCK, STAGES
 
 plgpu: Any = mosaic_gpu  # jax 0.10.2 has no interpreter there
@@ -18,7 +19,7 @@ IS_GPU = jax.default_backend() == "gpu"
 SHAPES = [(128, 128, 128), (256, 384, 256), (128, 256, BLOCK * (2 * STAGES + 1))]
 
 pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < kernel.JAX, reason="jax has no interpreter of Mosaic GPU for it"
+    jax.__version_info__ < hopper.JAX, reason="jax has no interpreter of Mosaic GPU for it"
 )
 
 
@@ -92,7 +93,7 @@ def test_a_scale_that_is_not_a_number_spoils_its_row_alone():
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "need an NVIDIA GPU, not cpu": dict(platform="cpu"),
+    "needs an NVIDIA GPU, not cpu": dict(platform="cpu"),
     "for compute capability 9.0, not 10.0": dict(compute_capability="10.0"),
     "multiples of 128, not 192": dict(shape=(192, 256)),
     "of float8_e4m3fn or float8_e5m2, not bfloat16": dict(dtype=jnp.bfloat16),

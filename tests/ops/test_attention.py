@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.config import Attention
-from jaxscale.kernels import cudnn_attention, flash_attention, xla_attention
+from jaxscale.kernels import cudnn_attention, flash_attention, hopper, xla_attention
 from jaxscale.ops.attention import _say_once
 from jaxscale.ops.attention import choose as choose_kernel
 from jaxscale.ops.documents import documents_of
@@ -22,7 +22,7 @@ def choose(kind, *shapes, cap=None, **hardware):
     return choose_kernel(*shapes, execution=Execution(attention=kind, **hardware), cap=cap)
 
 
-HAS_FLASH = jax.__version_info__ >= flash_attention.JAX
+HAS_FLASH = jax.__version_info__ >= hopper.JAX
 
 
 def test_a_cpu_gets_xla_and_a_hopper_gpu_gets_the_kernel_of_ours_and_others_cudnn():

@@ -72,15 +72,7 @@ def in_8_bits(recipe: str) -> dict[str, Any]:
     changes: dict[str, Any] = dict(dtype="bfloat16", recipe=recipe)
     if recipe != "fp8_blockwise":
         return changes
-    model = llama.Config(
-        vocab_size=VOCAB_SIZE,
-        model_dim=128,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        mlp_dim=256,
-        qk_norm=True,
-    )
+    model = dataclasses.replace(small_config().model, model_dim=128, num_heads=4, mlp_dim=256)
     return changes | dict(model=model, batch_size=32)
 
 

@@ -10,16 +10,14 @@ import re
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from jaxscale.launch import EXIT_AGAIN
+from jaxscale.perf.local_runs import command, difference, losses, resumed
 from jaxscale.perf.processes import run
-from jaxscale.perf.records import read_records
 
-ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 FAULTS = (*SIGNALS, "hang", "memory")
 # What a launcher may end with: a process that failed by itself, that was killed, that left others.
@@ -112,8 +110,8 @@ def try_fault(fault: str, process: int, *, options: Options, wanted: dict[int, f
         left - breaking.broken_at,
         breaking.words,
         reached,
-        _resumed(workdir.with_suffix(".2.log")),
-        max(abs(found[step] - loss) / abs(loss) for step, loss in wanted.items()),
+        resumed(workdir.with_suffix(".2.log")),
+        difference(found, wanted),
     )
 
 
@@ -159,12 +157,9 @@ def _run(
     config, *settings = options.settings
     broken = options.folder / "broken_config.py"
     broken.write_text(_BREAK + Path(config.removeprefix("--config=")).read_text())
-    script = str(ROOT / "scripts" / "train.py")
-    command = [sys.executable, str(ROOT / "scripts" / "launch_local.py"), "-n", str(options.num)]
-    command += ["--", script, f"--config={broken}", f"--workdir={workdir}", *settings]
     number = 2 if breaking is None and workdir.exists() else 1
     run(
-        command,
+        command(options.num, f"--config={broken}", f"--workdir={workdir}", *settings),
         output=workdir.with_suffix(f".{number}.log"),
         timeout_seconds=options.timeout_seconds,
         environment=breaking.environment if breaking else None,
@@ -173,20 +168,9 @@ def _run(
     )
 
 
-def losses(workdir: Path) -> dict[int, float]:
-    """By step, as far as they are written."""
-    records = read_records(workdir / "metrics.jsonl")
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
-
-
 def _children(pid: int) -> list[int]:
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(word) for word in text.split()]
-
-
-def _resumed(output: Path) -> int:
-    found = re.search(r"continuing from the checkpoint of step (\d+)", output.read_text())
-    return int(found[1]) if found else 0
 
 
 def table(trials: Iterable[Trial]) -> str:

@@ -132,14 +132,14 @@ def _plans(
     found = []
     for name in options.schedules:
         for number in sorted({*options.microbatches}):
-            variant = Variant(f"{name}_{number}", _settings(name, number, num=len(devices)))
+            variant = Variant(f"{name}_{number}", settings(name, number, num=len(devices)))
             added = [f"--config.{setting}" for setting in variant.settings]
             config = read_config([*words, *added])
             found.append((variant, plan_of_run(config, devices=devices, corpus=corpus)))
     return found
 
 
-def _settings(name: str, num_rows: int, *, num: int) -> tuple[str, ...]:
+def settings(name: str, num_rows: int, *, num: int) -> tuple[str, ...]:
     """Of so many rows an update, on `num` devices."""
     rows = FSDP_ROWS_PER_DEVICE * num if name == FSDP else 1
     return (

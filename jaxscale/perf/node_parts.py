@@ -1,0 +1,185 @@
+"""What is measured on the GPUs of one host, in parts of under ten minutes.
+
+A part is commands of scripts that measure, for N GPUs, and the programs of jaxscale among them, so
+that they can be compiled without a GPU first. Everything is Llama 3 8B in rows of 8192 but where
+the part says else; torchtitan runs beside it where it has the same.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from jaxscale.perf import peer_cases, pipeline_speed
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIG_8B, CONFIG_70B = (f"--config={CONFIGS / name}.py" for name in ("llama3_8b", "llama3_70b"))
+CALM = ("--config.schedule.warmup_steps=10", "--config.schedule.peak=3e-5")
+MEASURED_ONCE = ("--nowarm", "--noprofile")
+GATHERED_TWICE = "--config.mesh.reshard_after_forward=True"
+LIKE_MEMORY = ("--config.remat=attention_mlp", GATHERED_TWICE)
+PRODUCTS_KEPT = ("--config.remat=gemms_lean", GATHERED_TWICE)
+ROWS = 2  # of a GPU
+
+Words = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """commands: one after the other; a script, and its words.
+
+    programs: by name, the words of a config that jaxscale compiles in them.
+    """
+
+    commands: Sequence[Words]
+    programs: Mapping[str, Words]
+
+
+def _peers(*words: str, steps: int = 8, skip: int = 4) -> Words:
+    counted = (f"--steps={steps}", f"--skip={skip}")
+    return ("bench_peers.py", CONFIG_8B, *CALM, *words, *counted)
+
+
+def bf16(num: int) -> Part:
+    """At its best, and with the memory that torchtitan takes."""
+    rows = f"--config.batch_size={ROWS * num}"
+    return Part(
+        [_peers(rows), (*_peers(rows, *LIKE_MEMORY), "--order=jaxscale")],
+        {
+            "8b_best": (CONFIG_8B, *CALM, rows),
+            "8b_like_memory": (CONFIG_8B, *CALM, rows, *LIKE_MEMORY),
+        },
+    )
+
+
+def default(num: int) -> Part:
+    """configs/llama3_8b.py as it is; its rows are two a GPU on four, one on eight."""
+    del num
+    return Part([_peers()], {"8b_default": (CONFIG_8B, *CALM)})
+
+
+def fp8(num: int) -> Part:
+    """Products in 8 bits."""
+    rows = f"--config.batch_size={ROWS * num}"
+    return Part(
+        [("bench_peers.py", "--cases=fp8", "--order=jaxscale,rowwise", rows)],
+        {"8b_fp8": (CONFIG_8B, *peer_cases.CASES["fp8"].settings, rows)},
+    )
+
+
+# One GPU a stage. Those that keep products have an order of their own for what they hold.
+PIPELINE = (CONFIG_8B, *CALM, *LIKE_MEMORY, "--config.evaluation.batches=1")
+MICROBATCHES = (8, 32)
+
+
+def _schedule(name: str, num_microbatches: int, *, num: int) -> Words:
+    settings = pipeline_speed.settings(name, num_microbatches, num=num)
+    return tuple(f"--config.{setting}" for setting in settings)
+
+
+def _pipeline(*schedules: str) -> Callable[[int], Part]:
+    """Those schedules and FSDP, with 8 and with 32 microbatches: their bubbles."""
+
+    def part(num: int) -> Part:
+        names = (pipeline_speed.FSDP, *schedules)
+        which = (
+            f"--schedules={','.join(names)}",
+            f"--microbatches={','.join(map(str, MICROBATCHES))}",
+            f"--profile={schedules[0]}",
+        )
+        return Part(
+            [("bench_pipeline.py", *PIPELINE, *which)],
+            {
+                f"{name}_{number}": (*PIPELINE, *_schedule(name, number, num=num))
+                for name in schedules
+                for number in MICROBATCHES
+            },
+        )
+
+    part.__doc__ = _pipeline.__doc__
+    return part
+
+
+# Tokens of a GPU up to which two H200 keep every product of 8B, or all but the first layers' whole
+# feed-forward parts, beside half of its state; four and more have memory to spare.
+TOKENS_OF_PRODUCTS = 16_384
+
+
+def _context(name: str, seq_len: int) -> Callable[[int], Part]:
+    """Rows of one document that all GPUs share."""
+
+    def part(num: int) -> Part:
+        words = [f"--config.mesh.context={num}"]
+        if seq_len // num <= TOKENS_OF_PRODUCTS:
+            words += ["--config.remat=gemms_lean", "--config.leaner_layers=0"]
+        elif num > 2:
+            words += ["--config.leaner_layers=0"]
+        return Part(
+            [("bench_peers.py", f"--cases={name}", "--order=jaxscale,allgather", *words)],
+            {name: (CONFIG_8B, *peer_cases.CASES[name].settings, *words)},
+        )
+
+    part.__doc__ = _context.__doc__
+    return part
+
+
+def tensor(num: int) -> Part:
+    """Six layers of 70B's width: tensor parallelism over all GPUs, with and without async, FSDP."""
+    layers = ("--config.model.num_layers=6", "--config.scan_unroll=6", "--config.remat=gemms_lean")
+    rows = (f"--config.batch_size={ROWS * num}", *CALM)
+    split = ("--config.mesh.fsdp=1", f"--config.mesh.tensor={num}")
+    whole = (f"--config.mesh.fsdp={num}", "--config.mesh.tensor=1")
+    waits, hides = (f"--config.mesh.async_tensor={value}" for value in (False, True))
+    base = (*layers, *rows)
+    return Part(
+        [
+            (
+                *("bench_variants.py", CONFIG_70B, *base, *split, waits),
+                *("--variant=tensor", "--variant=async: mesh.async_tensor=True"),
+                *("--rounds=2", "--steps=3"),
+            ),
+            (
+                *("bench_step.py", CONFIG_70B, *base, *whole, waits),
+                *(*MEASURED_ONCE, "--steps=5", "--skip=2"),
+            ),
+        ],
+        {
+            "70b_width_tensor": (CONFIG_70B, *base, *split, waits),
+            "70b_width_async": (CONFIG_70B, *base, *split, hides),
+            "70b_width_fsdp": (CONFIG_70B, *base, *whole, waits),
+        },
+    )
+
+
+def hsdp(num: int) -> Part:
+    """Two copies of the state, each over half of the GPUs, beside FSDP over all."""
+    rows = (f"--config.batch_size={ROWS * num}", *CALM, *PRODUCTS_KEPT)
+    copies = ("--config.mesh.data=2", f"--config.mesh.fsdp={num // 2}")
+    measured = (*MEASURED_ONCE, "--steps=8", "--skip=3")
+    return Part(
+        [("bench_step.py", CONFIG_8B, *rows, *mesh, *measured) for mesh in (copies, ())],
+        {"8b_hsdp": (CONFIG_8B, *rows, *copies), "8b_fsdp": (CONFIG_8B, *rows)},
+    )
+
+
+def checkpoint(num: int) -> Part:
+    """Saved by one process a GPU, gone on with by half of them."""
+    words = (f"--config.batch_size={num}", *CALM, *PRODUCTS_KEPT, "--config.evaluation.batches=1")
+    command = ("bench_checkpoint.py", "-n", f"{num},{num // 2}", "--every=12", "--")
+    return Part(
+        [(*command, CONFIG_8B, *words)],
+        {"8b_checkpoint": (CONFIG_8B, *words)},
+    )
+
+
+PARTS: Mapping[str, Callable[[int], Part]] = {
+    "bf16": bf16,
+    "default": default,
+    "fp8": fp8,
+    "pipeline": _pipeline("one_f_one_b", "interleaved_4", "zb_h1"),
+    "pipeline_more": _pipeline("gpipe", "interleaved_2", "lean"),
+    "context_64k": _context("context_64k", 65_536),
+    "context_128k": _context("context_128k", 131_072),
+    "tensor": tensor,
+    "hsdp": hsdp,
+    "checkpoint": checkpoint,
+}

@@ -20,8 +20,8 @@ AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_is_of_scripts_that_exist_and_configs_for_all_gpus(name, num):
     part = PARTS[name](num)
-    for script, *words in part.commands:
-        assert (ROOT / "scripts" / script).is_file() and words
+    for command in part.commands:
+        assert (ROOT / "scripts" / command[0]).is_file() and len(command) > 1
     for words in part.programs.values():
         mesh = read_config(list(words)).mesh
         sizes = [getattr(mesh, axis) for axis in AXES]

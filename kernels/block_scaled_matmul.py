@@ -27,7 +27,7 @@ STAGES = 4  # tiles of both operands in shared memory: 33 KiB each, beside 64 Ki
 # Tiles of columns that are made one after the other for one tile of rows, for the L2 cache.
 TOGETHER = 8
 # Of 65,536 a multiprocessor has; 128 threads a warpgroup.
-REGISTERS, REGISTERS_TO_COPY = 240, 40
+REGISTERS, REGISTERS_TO_COPY = 232, 40
 
 PER_ROW, PER_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 

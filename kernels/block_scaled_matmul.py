@@ -101,10 +101,7 @@ def multiply(lhs_MK, rhs_NK, *, lhs_scale, rhs_scale, out_dtype):
     lhs_by_block = lhs_MK.reshape(num_rows // 64, 64, size)
     lhs_scale = _by_line(lhs_scale, num_lines=num_rows)
     y_MN = kernel(lhs_by_block, rhs_NK, lhs_scale.T, rhs_scale.T)
-    # Kernels do not tell over which mesh axes a result varies.
-    lhs, rhs, y = (jax.typeof(x).manual_axis_type.varying for x in (lhs_MK, rhs_NK, y_MN))
-    axes = tuple((lhs | rhs) - y)
-    return lax.pcast(y_MN, axes, to="varying") if axes else y_MN
+    return hopper.varying(y_MN, lhs_MK, rhs_NK)
 
 
 def _by_line(scale, *, num_lines: int):

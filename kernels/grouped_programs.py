@@ -1,0 +1,447 @@
+"""The programs of grouped products (Pallas Mosaic GPU, for Hopper).
+
+Two warpgroups compute, 64 lines of a tile of the result each, and a third copies. A program makes
+many tiles, and the operands of the next are copied while one is stored. Rows go by
+`grouped_visits.py`: a tile is one group's, and what of it belongs to the next is not stored.
+
+T rows (tokens), E groups (experts), K rows and N columns of a matrix.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxscale.kernels import hopper
+from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, groups_of, visits_of
+from jaxscale.kernels.hopper import WARPGROUPS, run
+
+TILE_K = TILE_T  # of the weights' gradient: columns of x
+BLOCK = 64  # of what is summed, in one tile of an operand
+# As many as a card has multiprocessors: each makes one tile of the result after the other, and its
+# operands are copied while the one before is stored.
+PROGRAMS = 132
+# Of 65,536 a multiprocessor has; 128 threads a warpgroup, and no more than 504 for the three.
+REGISTERS, REGISTERS_TO_COPY = 232, 40
+# Rows that one store has; a tile's rows of any number are some of these, each once.
+STORED_ROWS = (64, 32, 16, 8, 4, 2, 1)
+
+
+class Tiles(NamedTuple):
+    """How the work is cut up."""
+
+    columns: int = 256  # of the result
+    stages: int = 4  # tiles of both operands in shared memory: 48 KiB each, beside 32 of results
+    together: int = 8  # tiles of columns made one after the other for one tile of rows
+
+
+# The widest first. With 256 columns an operand's byte is used most often; a narrower tile is taken
+# where less of its last one would lie outside of the matrix.
+COLUMNS = (256, 192, 128, 64)
+STAGES = {256: 4, 192: 4, 128: 6, 64: 8}
+
+
+def tiles_for(columns: int) -> Tiles:
+    """Those for results of so many columns."""
+    width = min(COLUMNS, key=lambda width: -(-columns // width) * width)
+    return Tiles(columns=width, stages=STAGES[width])
+
+
+def multiply(x_TK, w_EKN, *, group_sizes_E, is_transposed: bool, tiles: Tiles | None = None):
+    """x's rows times their group's matrix, [T, N]; or times its transpose, of x [T, N]: [T, K]."""
+    num_rows = len(x_TK)
+    columns = w_EKN.shape[1] if is_transposed else w_EKN.shape[2]
+    tiles = tiles or tiles_for(columns)
+    visits = visits_of(group_sizes_E, num_rows=num_rows)
+    programs = min(PROGRAMS, len(visits.tiles) * -(-columns // tiles.columns))
+    w_tile = (tiles.columns, BLOCK) if is_transposed else (BLOCK, tiles.columns)
+
+    # Its name is the kernel's, in programs and traces.
+    def grouped_matmul(*refs, **scratch):
+        how: dict[str, Any] = dict(tiles=tiles, programs=programs, is_transposed=is_transposed)
+        run(_Product(*refs, **scratch | how))
+
+    kernel = plgpu.kernel(
+        grouped_matmul,
+        out_type=jax.ShapeDtypeStruct((num_rows, columns), x_TK.dtype),
+        scratch_types=_scratch(tiles, ((TILE_T, BLOCK), w_tile), like=x_TK, out_dtype=x_TK.dtype),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+    )
+    # The barrier as in `flash_forward`: in a scan XLA would run the kernel twice.
+    y_TN = lax.optimization_barrier(kernel(x_TK, w_EKN, *visits))
+    return hopper.varying(y_TN, x_TK, w_EKN, group_sizes_E)
+
+
+def weight_gradient(x_TK, grad_TN, *, group_sizes_E, out_dtype, tiles: Tiles | None = None):
+    """The sum over each group's rows of x^T grad: [E, K, N] of `out_dtype`, bfloat16 or float32.
+
+    Rows behind the last group may hold anything. What is not finite in a group's rows spoils its
+    own matrix, and perhaps those of the two beside it.
+    """
+    (num_rows, size), columns = x_TK.shape, grad_TN.shape[1]
+    tiles = tiles or tiles_for(columns)
+    num_groups = len(group_sizes_E)
+    programs = min(PROGRAMS, num_groups * -(-size // TILE_K) * -(-columns // tiles.columns))
+
+    def grouped_weight_gradient(*refs, **scratch):
+        run(_WeightGradient(*refs, **scratch, tiles=tiles, programs=programs))
+
+    operands = (BLOCK, TILE_K), (BLOCK, tiles.columns)
+    kernel = plgpu.kernel(
+        grouped_weight_gradient,
+        out_type=jax.ShapeDtypeStruct((num_groups, size, columns), out_dtype),
+        scratch_types=dict(
+            **_scratch(tiles, operands, like=x_TK, out_dtype=out_dtype),
+            masked=plgpu.Barrier(num_arrivals=WARPGROUPS),
+        ),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+    )
+    groups = jnp.stack(groups_of(group_sizes_E, num_rows=num_rows), axis=1)
+    return hopper.varying(kernel(x_TK, grad_TN, groups), x_TK, grad_TN, group_sizes_E)
+
+
+def _scratch(tiles: Tiles, operands, *, like, out_dtype) -> dict[str, Any]:
+    """Shared memory and barriers of both kernels; operands: the shapes of a tile of each."""
+    lhs, rhs = operands
+    tiled = plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128)
+    lanes = 128 // jnp.dtype(out_dtype).itemsize
+    return dict(
+        lhs_tiles=plgpu.SMEM((tiles.stages, *lhs), like.dtype, transforms=tiled),
+        rhs_tiles=plgpu.SMEM((tiles.stages, *rhs), like.dtype, transforms=tiled),
+        parts=plgpu.SMEM((WARPGROUPS, 2, 64, lanes), out_dtype, transforms=_by_row(lanes)),
+        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+        used=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiles.stages),
+    )
+
+
+def _by_row(lanes: int):
+    """Swizzled rows of 128 bytes that are not tiles of 8: any number of them can be stored.
+
+    By the address in shared memory, which is what TMA goes by too.
+    """
+    return plgpu.TilingTransform((1, lanes)), plgpu.SwizzleTransform(128)
+
+
+class _Work(NamedTuple):
+    """One tile of the result, for the warpgroup that asks.
+
+    first: the first row of x; begin, end: the rows that count. line, column: the first of the
+    result's. stored: which of the warpgroup's own 64 lines, from and to. num_blocks: of the sum.
+    """
+
+    group: Any
+    first: Any
+    begin: Any
+    end: Any
+    column: Any
+    line: Any
+    stored: tuple[Any, Any]
+    num_blocks: Any
+
+
+def own_lines():
+    """Of 128, the warpgroup's 64."""
+    return pl.ds(lax.axis_index("warpgroup") * 64, 64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Program:
+    """Makes tiles of the result, one after the other; their operands are copied ahead of them."""
+
+    lhs_tiles: Any
+    rhs_tiles: Any
+    parts: Any
+    loaded: Any
+    used: Any
+    tiles: Tiles
+    programs: int
+
+    def num_tiles(self) -> Any:
+        raise NotImplementedError
+
+    def entries(self, i) -> tuple[Any, ...]:
+        """What memory tells of tile i of the result."""
+        raise NotImplementedError
+
+    def work(self, i, entries) -> _Work:
+        raise NotImplementedError
+
+    def sources(self, work, i) -> tuple[Any, Any]:
+        """Block i of both operands, in memory."""
+        raise NotImplementedError
+
+    def operands(self, slot) -> tuple[Any, Any]:
+        """Of a warpgroup's product, in shared memory."""
+        raise NotImplementedError
+
+    def mask(self, work, i, *, slot) -> None:
+        """Before block i is multiplied."""
+
+    def make(self, work, count) -> None:
+        """The warpgroup's lines of a tile; count: blocks of the sum before it."""
+        self.store(self.sums(work, count), work)
+
+    def target(self, lines, columns, *, work) -> Any:
+        raise NotImplementedError
+
+    def copy(self):
+        """Loads tiles of the operands, `stages` ahead at most."""
+        plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
+
+        def load_tiles(work, count):
+            @pl.loop(0, work.num_blocks)
+            def load_block(i):
+                slot, is_reused = self.slot(count + i), count + i >= self.tiles.stages
+                pl.when(is_reused)(lambda: plgpu.barrier_wait(self.used.at[slot]))
+                targets = self.lhs_tiles.at[slot], self.rhs_tiles.at[slot]
+                for source, target in zip(self.sources(work, i), targets, strict=True):
+                    plgpu.copy_gmem_to_smem(source, target, self.loaded.at[slot])
+
+        count = self.each(load_tiles)
+
+        # Nothing of a barrier may be left to wait for: the interpreter says so.
+        @pl.loop(jnp.maximum(0, count - self.tiles.stages), count)
+        def wait_for_block(i):
+            plgpu.barrier_wait(self.used.at[self.slot(i)])
+
+    def compute(self):
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        self.each(self.make)
+        plgpu.wait_smem_to_gmem(0)
+
+    def each(self, do):
+        """`do(work, count)` for this program's tiles; count: blocks of the sum before a tile.
+
+        Returns the blocks of all of them.
+        """
+        number, num_tiles = lax.axis_index("program"), self.num_tiles()
+
+        def one(i, carry):
+            count, entries = carry
+            tile = number + i * self.programs
+            work = self.work(tile, entries)
+            # Asked for before this tile is made: memory takes as long as a block's product.
+            entries = self.entries(jnp.minimum(tile + self.programs, num_tiles - 1))
+            do(work, count)
+            return count + work.num_blocks, entries
+
+        mine = lax.div(num_tiles + self.programs - 1 - number, self.programs)
+        first = jnp.minimum(number, jnp.maximum(num_tiles - 1, 0))
+        return lax.fori_loop(0, mine, one, (jnp.int32(0), self.entries(first)))[0]
+
+    def slot(self, i):
+        return lax.rem(i, self.tiles.stages)
+
+    def sums(self, work, count):
+        """float32 [64, columns]."""
+
+        def add_up(sums):
+            @pl.loop(0, work.num_blocks)
+            def add(i):
+                slot = self.slot(count + i)
+                plgpu.barrier_wait(self.loaded.at[slot])
+                self.mask(work, i, slot=slot)
+                plgpu.wgmma(sums, *self.operands(slot))
+                # The product before this one has been made then, and its tiles are free.
+                plgpu.wgmma_wait(1)
+                before = self.slot(count + i + self.tiles.stages - 1)
+                pl.when(i > 0)(lambda: plgpu.barrier_arrive(self.used.at[before]))
+
+            made = sums[...]
+            last = self.slot(count + work.num_blocks + self.tiles.stages - 1)
+            pl.when(work.num_blocks > 0)(lambda: plgpu.barrier_arrive(self.used.at[last]))
+            return made
+
+        return pl.run_scoped(add_up, plgpu.ACC((64, self.tiles.columns), jnp.float32))
+
+    def store(self, sums, work):
+        """The lines of `work.stored`, 128 bytes of each at a time."""
+        lanes = self.parts.shape[-1]
+        for number in range(self.tiles.columns // lanes):
+            part = self.parts.at[lax.axis_index("warpgroup"), number % 2]
+            # One part may still be read while the next is written; of the tile before, none.
+            plgpu.wait_smem_to_gmem(1 if number else 0, wait_read_only=True)
+            values = sums[:, number * lanes : (number + 1) * lanes]
+            part[...] = values.astype(part.dtype)
+            plgpu.commit_smem()
+            self.store_part(part, work, columns=pl.ds(work.column + number * lanes, lanes))
+
+    def store_part(self, part, work, *, columns):
+        def copy(begin, size):
+            lines = pl.ds(work.line + own_lines().start + begin, size)
+            target = self.target(lines, columns, work=work)
+            plgpu.copy_smem_to_gmem(part.at[pl.ds(begin, size)], target, commit_group=False)
+
+        begin, end = work.stored
+        for size in STORED_ROWS:
+            left = end - begin
+            pl.when(left & size != 0)(functools.partial(copy, begin, size))
+            begin += left & size
+        plgpu.commit_smem_to_gmem_group()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product(_Program):
+    """The program of `multiply`. w: [E, K, N]; table and num: `Visits`."""
+
+    x: Any
+    w: Any
+    table: Any
+    num: Any
+    out: Any
+    _: dataclasses.KW_ONLY
+    is_transposed: bool
+
+    @property
+    def num_columns(self) -> int:
+        return -(-self.out.shape[1] // self.tiles.columns)
+
+    def num_tiles(self):
+        return self.num[0] * self.num_columns
+
+    def place(self, i):
+        """(tile of rows, tile of columns), so ordered that those made at once share operands."""
+        shape = self.num[0], self.num_columns
+        return plgpu.planar_snake(i, shape, 1, self.tiles.together)
+
+    def entries(self, i):
+        tile, _ = self.place(i)
+        return tuple(self.table[tile, i] for i in range(4))
+
+    def work(self, i, entries) -> _Work:
+        (_, column), (group, first, begin, end) = self.place(i), entries
+        first = pl.multiple_of(first, ALIGNED)
+        own = first + own_lines().start
+        has_product = group < self.w.shape[0]
+        return _Work(
+            group=group,
+            first=first,
+            begin=begin,
+            end=end,
+            column=column * self.tiles.columns,
+            line=first,
+            stored=(jnp.clip(begin - own, 0, 64), jnp.clip(end - own, 0, 64)),
+            num_blocks=jnp.where(has_product, self.x.shape[1] // BLOCK, 0),
+        )
+
+    def sources(self, work, i):
+        columns, summed = pl.ds(work.column, self.tiles.columns), pl.ds(i * BLOCK, BLOCK)
+        place = (columns, summed) if self.is_transposed else (summed, columns)
+        return self.x.at[pl.ds(work.first, TILE_T), summed], self.w.at[(work.group, *place)]
+
+    def operands(self, slot):
+        w_tile = self.rhs_tiles.at[slot]
+        if self.is_transposed:
+            w_tile = w_tile.transpose((1, 0))
+        return self.lhs_tiles.at[slot, own_lines()], w_tile
+
+    def make(self, work, count):
+        begin, end = work.stored
+        has_rows = end > begin
+        pl.when(has_rows)(lambda: self.store(self.sums(work, count), work))
+
+        # Without rows of its own a warpgroup leaves the tensor cores to the other.
+        @pl.when(jnp.logical_not(has_rows))
+        def pass_on():
+            @pl.loop(0, work.num_blocks)
+            def pass_block(i):
+                slot = self.slot(count + i)
+                plgpu.barrier_wait(self.loaded.at[slot])
+                plgpu.barrier_arrive(self.used.at[slot])
+
+    def target(self, lines, columns, *, work):
+        return self.out.at[lines, columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class _WeightGradient(_Program):
+    """The program of `weight_gradient`. table: `Groups`, int32 [E, 3]."""
+
+    x: Any
+    grad: Any
+    table: Any
+    out: Any
+    _: dataclasses.KW_ONLY
+    masked: Any
+
+    @property
+    def num_columns(self) -> int:
+        return -(-self.out.shape[2] // self.tiles.columns)
+
+    @property
+    def num_in_group(self) -> int:
+        return -(-self.out.shape[1] // TILE_K) * self.num_columns
+
+    def num_tiles(self):
+        return self.out.shape[0] * self.num_in_group
+
+    def entries(self, i):
+        group = lax.div(i, self.num_in_group)
+        return tuple(self.table[group, i] for i in range(3))
+
+    def work(self, i, entries) -> _Work:
+        group, tile = lax.div(i, self.num_in_group), lax.rem(i, self.num_in_group)
+        first, begin, end = entries
+        first = pl.multiple_of(first, ALIGNED)
+        return _Work(
+            group=group,
+            first=first,
+            begin=begin,
+            end=end,
+            column=lax.rem(tile, self.num_columns) * self.tiles.columns,
+            line=lax.div(tile, self.num_columns) * TILE_K,
+            stored=(0, 64),
+            num_blocks=jnp.where(end > begin, lax.div(end - first + BLOCK - 1, BLOCK), 0),
+        )
+
+    def sources(self, work, i):
+        rows = pl.ds(work.first + i * BLOCK, BLOCK)
+        columns = pl.ds(work.column, self.tiles.columns)
+        return self.x.at[rows, pl.ds(work.line, TILE_K)], self.grad.at[rows, columns]
+
+    def operands(self, slot):
+        x_tile = self.lhs_tiles.at[slot, :, own_lines()]
+        return x_tile.transpose((1, 0)), self.rhs_tiles.at[slot]
+
+    def mask(self, work, i, *, slot):
+        """Zeros for the rows of other groups: of x, and of the gradient behind the last group.
+
+        In a group's first tile and its last alone. Each warpgroup has its own columns of x; the
+        gradient's are shared, and are left alone where another group's rows are as finite.
+        """
+        row = work.first + i * BLOCK
+        rows = work.begin - row, work.end - row
+        mine = self.lhs_tiles.at[slot, :, own_lines()]
+        pl.when((rows[0] > 0) | (rows[1] < BLOCK))(lambda: _keep(mine, rows))
+
+        @pl.when(row + BLOCK > self.table[self.table.shape[0] - 1, 2])
+        def mask_gradient():
+            for number in range(self.tiles.columns // BLOCK):
+                part = self.rhs_tiles.at[slot, :, pl.ds(number * BLOCK, BLOCK)]
+                is_mine = lax.axis_index("warpgroup") == number % WARPGROUPS
+                pl.when(is_mine)(functools.partial(_keep, part, rows))
+            plgpu.barrier_arrive(self.masked)
+            plgpu.barrier_wait(self.masked)
+
+    def target(self, lines, columns, *, work):
+        return self.out.at[work.group, lines, columns]
+
+
+def _keep(tile, rows) -> None:
+    """Zeros instead of all of a [64, 64] tile but the rows from rows[0] to rows[1]."""
+    values = hopper.load(tile, layout=plgpu.Layout.WGMMA)
+    row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+    is_kept = (row >= rows[0]) & (row < rows[1])
+    tile[...] = jnp.where(is_kept, values, jnp.zeros_like(values))
+    plgpu.commit_smem()

@@ -1,0 +1,99 @@
+"""Grouped products compiled for H100s that are not here: what becomes of them."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxscale import sharding as shd
+from jaxscale.compile import ahead
+from jaxscale.kernels import grouped_programs, hopper
+from jaxscale.ops.execution import Execution
+from jaxscale.ops.grouped import grouped_product
+
+pytestmark = [
+    pytest.mark.skipif(ahead.missing() is not None, reason=str(ahead.missing())),
+    pytest.mark.skipif(jax.__version_info__ < hopper.JAX, reason="this jax is too old for it"),
+    # XLA's plugin for CUDA reports on machines without CUDA's libraries.
+    pytest.mark.filterwarnings("ignore"),
+]
+ROWS, GROUPS, K, N, LAYERS = 4096, 16, 512, 768, 2
+RULES = shd.Rules(batch=("data", "fsdp"), mlp="tensor", layers=None)
+EXECUTION = Execution(platform="gpu")
+OPTIONS: dict[str, Any] = dict(ahead.COMPILER_OPTIONS)
+
+
+def update(stack_LEKN, x_TK, group_sizes_RE):
+    """The gradient through layers in a scan: up by columns, down by rows."""
+
+    def layer(x_TK, weights):
+        up_EKN, down_ENK = weights
+        options = dict(group_sizes_RE=group_sizes_RE, execution=EXECUTION)
+        h_TN = grouped_product(x_TK, up_EKN, outputs="mlp", **options)
+        return grouped_product(jax.nn.silu(h_TN), down_ENK, inputs="mlp", **options), None
+
+    def loss(stack_LEKN, x_TK):
+        return jnp.sum(jax.lax.scan(layer, x_TK, stack_LEKN)[0].astype(jnp.float32))
+
+    return jax.grad(loss, (0, 1))(stack_LEKN, x_TK)
+
+
+@pytest.fixture(scope="module", params=["explicit", "auto"])
+def program(request) -> str:
+    devices = ahead.devices_of("h100", hosts=1, gpus_per_host=4)
+    mesh = shd.make_mesh(fsdp=2, tensor=2, devices=devices, axis_types=request.param)
+    with shd.use(mesh, RULES):
+
+        def array(shape, axes, *, dtype=jnp.bfloat16):
+            sharding = jax.sharding.NamedSharding(mesh, RULES.spec(axes))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        stack = (
+            array((LAYERS, GROUPS, K, N), "layers _ _ mlp"),
+            array((LAYERS, GROUPS, N, K), "layers _ mlp _"),
+        )
+        sizes = array((2, GROUPS), "batch _", dtype=jnp.int32)
+        lowered = jax.jit(update).lower(stack, array((ROWS, K), "batch _"), sizes)
+        return ahead.text_of(lowered.compile(compiler_options=OPTIONS))
+
+
+def test_each_product_of_a_layer_is_one_call_and_nothing_is_gathered(program):
+    counts = ahead.count_calls(program)
+    # Two products forward, and each gradient of both: once in each of the two loops.
+    assert (counts["grouped_matmul"], counts["grouped_weight_gradient"]) == (4, 2)
+    assert not any(name.startswith(("all-gather", "all-to-all")) for name in counts)
+
+
+def test_no_matrix_is_transposed_or_expanded(program):
+    # What is copied are the zeros that the stacks of gradients begin with.
+    assert not re.findall(rf"= bf16\[{GROUPS},\d+,\d+\]\S* (?:transpose|copy)\(", program)
+    assert f"[{GROUPS},{ROWS // 2}," not in program
+
+
+@pytest.mark.parametrize("columns", grouped_programs.COLUMNS)
+def test_nothing_is_spilled(columns, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    (device,) = ahead.devices_of("h100", hosts=1, gpus_per_host=1)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    # Of this test alone: a program that has been compiled is not compiled again.
+    num_rows = 8 * columns
+    shapes = (num_rows, K), (GROUPS, K, N), (num_rows, N)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
+    sizes = jax.ShapeDtypeStruct((GROUPS,), jnp.int32, sharding=sharding)
+    tiles = grouped_programs.Tiles(columns=columns, stages=grouped_programs.STAGES[columns])
+
+    def products(x_TK, w_EKN, grad_TN, group_sizes_E):
+        options = dict(group_sizes_E=group_sizes_E, tiles=tiles)
+        return (
+            grouped_programs.multiply(x_TK, w_EKN, is_transposed=False, **options),
+            grouped_programs.multiply(grad_TN, w_EKN, is_transposed=True, **options),
+            grouped_programs.weight_gradient(x_TK, grad_TN, out_dtype=jnp.bfloat16, **options),
+            grouped_programs.weight_gradient(x_TK, grad_TN, out_dtype=jnp.float32, **options),
+        )
+
+    jax.jit(products).lower(*arrays, sizes).compile(compiler_options=OPTIONS)
+    output = "".join(capfd.readouterr())
+    assert output.count("0 bytes spill stores, 0 bytes spill loads") == 4
+    assert output.count("spill stores") == 4

@@ -2,6 +2,7 @@
 
     python scripts/bench_kernel.py attention [--cases=causal_8k,packed,...]
     python scripts/bench_kernel.py matmul [--cases=up,down,...]
+    python scripts/bench_kernel.py grouped [--cases=e64,top8,...]
 
 Kernels take turns on the same random arrays; a figure is the median of seven timings of eight
 calls. Attention's TFLOP/s count the pairs of a query and a key that it sees.
@@ -13,12 +14,13 @@ import jax
 from absl import app, flags
 
 from jaxscale.command_line import EXIT_MISTAKE, parse_flags_and_words, tell
-from jaxscale.perf import attention_speed, matmul_speed
+from jaxscale.perf import attention_speed, grouped_speed, matmul_speed
 
 CASES = flags.DEFINE_list("cases", [], "which, of those that the kernel has; all but tiny")
 
 KERNELS: dict[str, tuple[Callable[[Sequence[str]], Iterator[str]], Sequence[str]]] = {
     "attention": (attention_speed.measure, list(attention_speed.CASES)),
+    "grouped": (grouped_speed.measure, list(grouped_speed.CASES)),
     "matmul": (matmul_speed.measure, list(matmul_speed.CASES)),
 }
 

@@ -56,6 +56,15 @@ def test_products_in_8_bits_are_timed_beside_one_another_and_checked(capsys):
     assert errors.pop("bfloat16") < 0.005 and all(0.02 < off < 0.05 for off in errors.values())
 
 
+def test_grouped_products_are_timed_beside_one_another_and_checked(capsys):
+    assert Script("bench_kernel").run("grouped", "--cases=tiny") == 0
+    head, case, reason, *lines = capsys.readouterr().out.splitlines()
+    assert head.endswith("bfloat16") and case.startswith("tiny: [256, 128] times [4, 128, 128]")
+    assert "needs an NVIDIA GPU, not cpu" in reason  # so XLA's own are timed and checked
+    assert [line.split()[0] for line in lines] == ["forward", "dgrad", "wgrad"]
+    assert all("ragged_dot" in line and float(line.split()[-1]) < 0.003 for line in lines)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -64,6 +73,7 @@ def test_products_in_8_bits_are_timed_beside_one_another_and_checked(capsys):
         (["attention"], "JAX finds no GPU here"),
         (["attention", "--cases=tiny,huge"], "--cases=huge: attention has causal_8k"),
         (["matmul", "--cases=huge"], "--cases=huge: matmul has out, up, down"),
+        (["grouped", "--cases=huge"], "--cases=huge: grouped has e64_equal, e64"),
     ],
 )
 def test_a_kernel_or_a_case_that_is_not_there_is_refused(words, message, capsys):

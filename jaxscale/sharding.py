@@ -427,6 +427,25 @@ def product_of_parts(product: Callable, operands, *, subscripts: str, specs, out
     return y if made == out else _placed(y, out)
 
 
+def of_parts(function: Callable, x, *, spec: PartitionSpec):
+    """`function(x)` on each device's own part of x: a pytree of arrays whose dimensions are x's.
+
+    For what products of parts take in a form of a device's own (`product_of_parts`), and take
+    twice. spec: how x is split, and so are the results, of which a device may have any size.
+    """
+    if _mode() is None:
+        return function(x)
+    manual = _manual_axes()
+    mapped = jax.shard_map(
+        function,
+        axis_names=set(_minus(jax.sharding.get_abstract_mesh().axis_names, manual)),
+        in_specs=(spec,),
+        out_specs=spec,
+        check_vma=not manual,
+    )
+    return mapped(_placed(x, spec))
+
+
 def _scattered(subscripts: str, specs, *, out: PartitionSpec) -> PartitionSpec:
     """How a product of parts comes out: as `out` where sums can be scattered so."""
     inputs, result = subscripts.split("->")

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +21,19 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.config import Float8, PrecisionConfig, Recipe
-from jaxscale.kernels import block_scaled_matmul
+from jaxscale.kernels import block_scaled_matmul, quantize
 from jaxscale.kernels.block_scaled_matmul import BLOCK
+from jaxscale.kernels.quantize import STRAIGHT, TURNED, WAYS
 
 FORWARD = jnp.float8_e4m3fn
 
 # Hopper's tensor cores read 16 bytes of an operand at once; cuBLASLt has no other products.
 MULTIPLE = 16
-
-# Scales that survive a product of two, and undoing it, in float32.
-_LEAST_EXPONENT, _MOST_EXPONENT = -120, 120
+# Recipes whose roundings take the program that reads once, where it runs. Of a layer of Llama 3 8B
+# and 16,384 tokens it moves 4.7 GB instead of 8.3 blockwise; tensorwise the same 3.7, faster: XLA
+# turns matrices over at 1.9 TB/s of an H200's 4.3. Rowwise, a row has to be read to its end before
+# its first value can be rounded.
+READ_ONCE = (Recipe.FP8_BLOCKWISE, Recipe.FP8_TENSORWISE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,14 +110,7 @@ def scale_for(x, dtype, *, runs: tuple[int, ...]):
 
     float32. NaN where x has one, or an infinity.
     """
-    amax = largest(x, runs=runs).astype(jnp.float32)
-    # amax = mantissa * 2**exponent, and so is the most that dtype holds (448 or 57344).
-    mantissa, exponent = jnp.frexp(amax)
-    most_mantissa, most_exponent = math.frexp(float(jnp.finfo(dtype).max))
-    exponent = exponent - most_exponent + (mantissa > most_mantissa).astype(jnp.int32)
-    exponent = jnp.clip(exponent, _LEAST_EXPONENT, _MOST_EXPONENT)
-    scale = jnp.ldexp(jnp.float32(1), exponent)
-    return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
+    return quantize.scale_of(largest(x, runs=runs).astype(jnp.float32), dtype)
 
 
 def quantise(x, dtype, *, runs: tuple[int, ...]) -> Quantised:
@@ -148,7 +144,7 @@ def spec_of(x) -> P | None:
 
 
 # Exponents that a scale may have, from the least on.
-EXPONENTS = range(_LEAST_EXPONENT, _MOST_EXPONENT + 1)
+EXPONENTS = range(quantize.LEAST_EXPONENT, quantize.MOST_EXPONENT + 1)
 
 
 def tell(observe: Callable[..., None] | None, what: str, *, before, after: Quantised) -> None:
@@ -226,6 +222,7 @@ def product(
     dtypes,
     out_dtype,
     is_accurate: bool = False,
+    is_written: bool = False,
     platform: str = "cpu",
     compute_capability: str = "9.0",
     told: Callable[..., None] | None = None,
@@ -235,8 +232,10 @@ def product(
     operands: `Quantised`, or arrays that are quantised here, to these dtypes. The result has all
     that one of them keeps before what the other keeps. is_accurate: sums are moved from the tensor
     cores' short accumulators to float32 again and again, as gradients need; blockwise they always
-    are. platform, compute_capability: of the devices. told: called with `before` and `after` of
-    each operand that is quantised here.
+    are. is_written: whether what is quantised here is in memory in any case, so that reading it is
+    not saved by leaving the rounding to what makes it (`rounding_objection`). platform,
+    compute_capability: of the devices. told: called with `before` and `after` of each operand that
+    is quantised here.
     """
     inputs, result = subscripts.split("->")
     summed = [dim for dim in inputs.split(",")[0] if dim not in result]
@@ -244,8 +243,17 @@ def product(
     for i, dims in enumerate(inputs.split(",")):
         operand = operands[i]
         if not isinstance(operand, Quantised):
-            runs = runs_of(subscripts, i, shape=operand.shape, recipe=recipe)
-            before, operand = operand, quantise(operand, dtypes[i], runs=runs)
+            before = operand
+            operand = _rounded(
+                before,
+                dtypes[i],
+                subscripts=subscripts,
+                operand=i,
+                recipe=recipe,
+                is_written=is_written,
+                platform=platform,
+                compute_capability=compute_capability,
+            )
             if told is not None:
                 told(before=before, after=operand)
         parts.append(_as_matrix(operand, dims=dims, last=summed))
@@ -275,6 +283,112 @@ def product(
         # Multiplied by powers of two: rounding before is rounding after.
         y = multiply(lhs.values, rhs.values).astype(jnp.float32) * lhs.scale * rhs.scale.T
     return y.astype(out_dtype).reshape(lhs_shape + rhs_shape)
+
+
+def _rounded(
+    x,
+    dtype,
+    *,
+    subscripts: str,
+    operand: int,
+    recipe: Recipe,
+    is_written: bool,
+    platform: str,
+    compute_capability: str,
+) -> Quantised:
+    """An operand, by the program that reads it once where that gains, else by XLA."""
+    way = _way(subscripts, operand)
+    # One scale and x as it is: XLA's pass, too, reads once and writes once.
+    is_plain = recipe == Recipe.FP8_TENSORWISE and way is not None and way[0] == STRAIGHT
+    if is_written and way is not None and not is_plain:
+        how: dict[str, Any] = dict(recipe=recipe, compute_capability=compute_capability)
+        if rounding_objection(x.shape, way[1], platform=platform, **how) is None:
+            return read_once(x, dtype, ways=way[:1], split=way[1], **how)[0]
+    return quantise(x, dtype, runs=runs_of(subscripts, operand, shape=x.shape, recipe=recipe))
+
+
+def _way(subscripts: str, operand: int) -> tuple[str, int] | None:
+    """As what the product wants an operand that is seen as a matrix: (STRAIGHT or TURNED, split).
+
+    Its rows are its first `split` dimensions. None where what is summed is neither first nor last.
+    """
+    inputs, result = subscripts.split("->")
+    is_kept = [letter in result for letter in inputs.split(",")[operand]]
+    num_kept, num_summed = is_kept.count(True), is_kept.count(False)
+    if all(is_kept[:num_kept]):
+        return STRAIGHT, num_kept
+    return None if any(is_kept[:num_summed]) else (TURNED, num_summed)
+
+
+def rounding_objection(
+    shape: Sequence[int],
+    split: int,
+    *,
+    recipe: Recipe,
+    platform: str,
+    compute_capability: str,
+) -> str | None:
+    """Why `read_once` cannot round a device's part of this shape, if anything."""
+    if recipe not in READ_ONCE:
+        return f"with {recipe.value} XLA rounds"
+    matrix = jax.ShapeDtypeStruct(
+        (math.prod(shape[:split]), math.prod(shape[split:])), jnp.bfloat16
+    )
+    return quantize.supported(
+        matrix,
+        platform=platform,
+        compute_capability=compute_capability,
+        has_scale=recipe == Recipe.FP8_TENSORWISE,
+    )
+
+
+def read_once(
+    x,
+    dtype,
+    *,
+    split: int,
+    recipe: Recipe,
+    compute_capability: str,
+    ways: Sequence[str] = WAYS,
+) -> list[Quantised]:
+    """x, as `quantise` makes it for products that sum over its last dimensions (STRAIGHT) and over
+    its first `split` ones (TURNED), by a program that reads it once (`kernels/quantize.py`).
+
+    Tensorwise after its largest value has been found. Of a device's own part.
+    """
+    rows, columns = x.shape[:split], x.shape[split:]
+    scale = None
+    if recipe == Recipe.FP8_TENSORWISE:
+        scale = scale_for(x, dtype, runs=x.shape)
+    pairs = quantize.quantize(
+        x.reshape(math.prod(rows), math.prod(columns)),
+        dtype,
+        ways=ways,
+        scale=None if scale is None else scale.reshape(()),
+        compute_capability=compute_capability,
+    )
+    made = []
+    for way, (values, scales) in zip(ways, pairs, strict=True):
+        kept, summed = (rows, columns) if way == STRAIGHT else (columns, rows)
+        values = values.reshape(kept + summed)
+        if scale is None:
+            scales = scales.reshape(kept + _num_blocks(summed))
+        else:
+            scales = scale
+        if way == TURNED:
+            # Back again, as views: `_as_matrix` turns them once more, and XLA leaves out both.
+            order = (*range(len(kept), x.ndim), *range(len(kept)))
+            values = values.transpose(order)
+            scales = scales if scale is not None else scales.transpose(order)
+        made.append(Quantised(values, scales))
+    return made
+
+
+def _num_blocks(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Along each of these dimensions, 128 of which together have one scale."""
+    runs = _runs_of_block(sizes)
+    assert runs is not None, "`objection` says no"
+    return tuple(size // run for size, run in zip(sizes, runs, strict=True))
 
 
 def _block_multiplier(lhs, rhs, *, platform: str, compute_capability: str):

@@ -1,5 +1,6 @@
 """Products of operands in 8 bits: scales, rounding, gradients, and which weights have them."""
 
+import functools
 import logging
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from jaxscale import sharding as shd
 from jaxscale.config import Dtype, Float8, PrecisionConfig, Recipe
+from jaxscale.kernels import quantize
 from jaxscale.ops import fp8
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.linear import linear
@@ -121,7 +123,7 @@ def rounded(x, *, runs, dtype=ml_dtypes.float8_e4m3fn) -> np.ndarray:
     return ((parts / scale).astype(dtype).astype(np.float64) * scale).reshape(x.shape)
 
 
-def gradients_of(execution, weight_DF, x_BSD, slope_BSF, *, put=lambda tree: tree):
+def gradients_of(execution, weight_DF, x_BSD, slope_BSF, *, put=lambda tree: tree, name="up"):
     """y, and the gradients of sum(y * slope) for x and the weight."""
 
     def sloped(weight_DF, x_BSD):
@@ -129,7 +131,7 @@ def gradients_of(execution, weight_DF, x_BSD, slope_BSF, *, put=lambda tree: tre
             "BSD,DF->BSF",
             x_BSD,
             weight=weight_DF,
-            name="up",
+            name=name,
             axes="embed mlp",
             out="batch seq mlp",
             execution=execution,
@@ -199,6 +201,59 @@ def test_a_layout_changes_nothing_but_the_order_of_sums(operands, layout, recipe
         found = gradients_of(execution, *operands, put=lambda tree: jax.device_put(tree, here))
     for mine, expected in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
         assert np.abs(mine - expected).max() < 2**-6 * np.abs(expected).max()
+
+
+@pytest.fixture
+def read_once(monkeypatch):
+    """The program that reads what it rounds once, as its reference; a list of what it is asked."""
+    asked = []
+
+    def quantized(x, dtype, *, compute_capability, **how):
+        asked.append((x.shape, how["ways"], how["scale"] is None))
+        return quantize.reference(x, dtype, **how)
+
+    monkeypatch.setattr(quantize, "device_supported", lambda *_: None)
+    monkeypatch.setattr(quantize, "quantize", quantized)
+    return asked
+
+
+@pytest.mark.parametrize("name", ["up", "down"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_reading_once_changes_nothing_but_the_order_of_sums(
+    operands, recipe, name, read_once, monkeypatch
+):
+    execution = execution_with(recipe=recipe, gradients=Float8.E5M2)
+    found = gradients_of(execution, *operands, name=name)
+    asked = list(read_once)
+    monkeypatch.undo()
+    expected = gradients_of(execution, *operands, name=name)
+    for mine, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(mine - wanted).max() < 2**-8 * np.abs(wanted).max()
+    both, is_blockwise = ("straight", "turned"), recipe == Recipe.FP8_BLOCKWISE
+    # What comes backwards; the input of "up" is a norm's, and left to XLA.
+    wanted = [((1024, F), both, is_blockwise)]
+    if name == "down":
+        wanted += [((1024, D), ("turned",), is_blockwise)]
+        wanted += [((1024, D), ("straight",), True)] * is_blockwise
+    assert sorted(asked) == sorted(wanted if recipe != Recipe.FP8_ROWWISE else [])
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("recipe", [Recipe.FP8_TENSORWISE, Recipe.FP8_BLOCKWISE])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reading_once_serves_every_layout(operands, layout, recipe, kind, read_once, monkeypatch):
+    execution = execution_with(recipe=recipe)
+    with shd.use(shd.make_mesh(LAYOUTS[layout], axis_types=kind), RULES):
+        weight, x, _ = operands
+        here = shd.shardings(weight, "embed mlp"), shd.shardings(x, "batch seq act_embed")
+        put = functools.partial(jax.device_put, device=here)
+        found = gradients_of(execution, *operands, put=put, name="down")
+        assert read_once
+        monkeypatch.undo()
+        expected = gradients_of(execution, *operands, put=put, name="down")
+    for mine, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(mine - wanted).max() < 2**-8 * np.abs(wanted).max()
 
 
 def test_names_choose_the_weights(operands):

@@ -65,6 +65,15 @@ def test_grouped_products_are_timed_beside_one_another_and_checked(capsys):
     assert all("ragged_dot" in line and float(line.split()[-1]) < 0.003 for line in lines)
 
 
+def test_rounding_to_8_bits_is_timed_beside_a_copy(capsys):
+    assert Script("bench_kernel").run("quantize", "--cases=tiny") == 0
+    head, case, *lines = capsys.readouterr().out.splitlines()
+    assert head.endswith("bfloat16 to float8_e4m3fn") and case == "tiny: [128, 256]"
+    ways = [line for line in lines if ", xla " in line]
+    assert len(ways) == 5 and all("GB/s" in way and way.endswith("of a copy") for way in ways)
+    assert sum("left out: it needs an NVIDIA GPU, not cpu" in line for line in lines) == 5
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

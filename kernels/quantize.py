@@ -1,0 +1,160 @@
+"""A matrix rounded to 8 bits, as it is and turned over, in one read, on an NVIDIA GPU.
+
+Products of 8 bits want what they sum over last. The gradient that comes backwards is summed over
+its columns for dx, over its rows for dw, so it is needed both ways. XLA reads it twice for largest
+values and twice to round it; the program in `quantize_triton.py` reads it once.
+
+Scales are powers of two (`scale_of`, which `ops/fp8.py` takes too). M rows, K columns.
+"""
+
+import importlib.util
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Values along what is summed that have one scale; rows and columns of a program's tile.
+BLOCK = TILE = 128
+# The ways in which a matrix can be had: [M, K], with scales along K; [K, M], along M.
+STRAIGHT, TURNED = WAYS = "straight", "turned"
+# Scales that survive a product of two, and undoing it, in float32.
+LEAST_EXPONENT, MOST_EXPONENT = -120, 120
+# Of what is turned over the tensor cores, and the program's words, want a multiple of.
+MULTIPLE = 16
+WARPS = 8
+# Tiles of rows whose programs follow each other: 1 KB of a row that is written turned over.
+TOGETHER = 8
+
+
+def scale_of(amax, dtype):
+    """For each largest value the least power of two that brings it into the range of dtype.
+
+    amax, and the result: float32. NaN where amax is not finite.
+    """
+    # amax = mantissa * 2**exponent, and so is the most that dtype holds (448 or 57344).
+    mantissa, exponent = jnp.frexp(amax)
+    most_mantissa, most_exponent = math.frexp(float(jnp.finfo(dtype).max))
+    exponent = exponent - most_exponent + (mantissa > most_mantissa).astype(jnp.int32)
+    exponent = jnp.clip(exponent, LEAST_EXPONENT, MOST_EXPONENT)
+    scale = jnp.ldexp(jnp.float32(1), exponent)
+    return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
+
+
+def device_supported(platform: str, compute_capability: str) -> str | None:
+    """None if the programs run on this platform ("gpu"), else the reason."""
+    if platform not in ("gpu", "cuda"):
+        return f"it needs an NVIDIA GPU, not {platform}"
+    if float(compute_capability) < 8.9:
+        return f"it needs compute capability 8.9 or more, not {compute_capability}"
+    missing = [name for name in ("jax_triton", "triton") if not importlib.util.find_spec(name)]
+    return f"it needs {' and '.join(missing)}" if missing else None
+
+
+def supported(
+    x_MK, *, platform: str, compute_capability: str, has_scale: bool = False
+) -> str | None:
+    """None if the programs run here for this matrix, else the reason.
+
+    has_scale: whether there is one scale, which is given.
+    """
+    if reason := device_supported(platform, compute_capability):
+        return reason
+    multiple = MULTIPLE if has_scale else BLOCK
+    odd = [size for size in x_MK.shape if size % multiple]
+    return f"it takes multiples of {multiple}, not {odd[0]}" if odd else None
+
+
+def reference(x_MK, dtype, *, ways: Sequence[str] = WAYS, scale=None):
+    """The same as `quantize` in plain jnp."""
+    made = []
+    for way in ways:
+        x = x_MK.astype(jnp.float32) if way == STRAIGHT else x_MK.astype(jnp.float32).T
+        if scale is not None:
+            made.append(((x * (1 / scale)).astype(dtype), scale))
+            continue
+        runs = x.reshape(len(x), -1, BLOCK)
+        scales = scale_of(jnp.max(jnp.abs(runs), axis=2), dtype)
+        made.append(((runs * (1 / scales)[..., None]).astype(dtype).reshape(x.shape), scales))
+    return made
+
+
+def quantize(
+    x_MK,
+    dtype,
+    *,
+    compute_capability: str,
+    ways: Sequence[str] = WAYS,
+    scale=None,
+    together: int = TOGETHER,
+    warps: int = WARPS,
+):
+    """[(values, scale) for each of `ways`], of which values * scale is x.
+
+    Straight: values [M, K] and float32 scales [M, K / 128]; turned: [K, M] and [K, M / 128].
+    scale: one number, float32, for all of x; the scales are then this one, and `ways` has TURNED.
+    Bits are those of `reference`. together, warps: how it is made, for trying out.
+    """
+    import jax_triton
+
+    from jaxscale.kernels import quantize_triton
+
+    num_rows, size = x_MK.shape
+    is_straight = STRAIGHT in ways
+    shared = dict(
+        grid=(-(-num_rows // TILE) * -(-size // TILE),),
+        num_warps=warps,
+        # Given, it compiles where no GPU is.
+        compute_capability=round(10 * float(compute_capability)),
+        M=num_rows,
+        K=size,
+        TOGETHER=together,
+        IS_STRAIGHT=is_straight,
+    )
+    shapes = {STRAIGHT: (num_rows, size), TURNED: (size, num_rows)}
+    if scale is not None:
+        order = [way for way in (TURNED, STRAIGHT) if way in ways]
+        values = jax_triton.triton_call(
+            x_MK,
+            jnp.reshape(1 / scale, (1,)),
+            kernel=quantize_triton.quantize_cast,
+            name="quantize_cast",
+            out_shape=[jax.ShapeDtypeStruct(shapes[way], dtype) for way in order],
+            **shared,
+            **({} if is_straight else dict(straight_ptr=None)),
+        )
+        found = dict(zip(order, _as_varying(x_MK, values), strict=True))
+        return [(found[way], scale) for way in ways]
+    order = [way for way in WAYS if way in ways]
+    out = jax_triton.triton_call(
+        x_MK,
+        kernel=quantize_triton.quantize_blocks,
+        name="quantize_blocks",
+        out_shape=[
+            shape
+            for way in order
+            for shape in (
+                jax.ShapeDtypeStruct(shapes[way], dtype),
+                jax.ShapeDtypeStruct((shapes[way][1] // BLOCK, shapes[way][0]), jnp.float32),
+            )
+        ],
+        **shared,
+        MOST_EXPONENT=math.frexp(float(jnp.finfo(dtype).max))[1],
+        IS_TURNED=TURNED in ways,
+        **({} if len(order) == 2 else dict(second_ptr=None, second_scale_ptr=None)),
+    )
+    out = _as_varying(x_MK, out)
+    pairs = {way: (out[2 * i], out[2 * i + 1].T) for i, way in enumerate(order)}
+    return [pairs[way] for way in ways]
+
+
+def _as_varying(x, results):
+    """jax-triton does not tell over which mesh axes a result varies: as x does."""
+    wanted = jax.typeof(x).manual_axis_type.varying
+
+    def varying(y):
+        axes = tuple(wanted - jax.typeof(y).manual_axis_type.varying)
+        return lax.pcast(y, axes, to="varying") if axes else y
+
+    return [varying(y) for y in results]

@@ -4,7 +4,8 @@ An attention kernel's file, `x_attention.py`, offers
   `attention(q, k, v, *, documents, scale, window=None, cap=None, deterministic=False)`: the last,
     whether the backward pass must add in one order;
   `reference`, the same in plain jnp;
-  `supported(q, k, *, platform, compute_capability, cap)`: None, or why it cannot run these shapes;
+  `supported(q, k, *, platform, compute_capability, cap, v_head_size)`: None, or why it cannot run
+    these shapes, with values of this head size if it is not that of the keys;
   `partial_forward(q, k, v, *, parts, causal, scale)`, the same over some of the keys: output and
     log-sum-exp; `partial_backward(q, k, v, *, ..., out_BSNH, lse_BSN, grad_BSNH,
     deterministic=False)`, of the output and log-sum-exp over all keys: that part of dq, dk, dv;

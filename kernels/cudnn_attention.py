@@ -39,6 +39,7 @@ def supported(
     platform: str,
     compute_capability: str = "9.0",
     cap: float | None = None,
+    v_head_size: int | None = None,
 ) -> str | None:
     """None if `attention` can run these shapes on this platform ("gpu"), else the reason."""
     *_, num_heads, head_size = q_BSNH.shape
@@ -53,6 +54,8 @@ def supported(
         return f"cuDNN attention takes bfloat16 or float16, not {q_BSNH.dtype}"
     if head_size > MAX_HEAD_SIZE or head_size % 8:
         return f"head_size={head_size} is not a multiple of 8 up to {MAX_HEAD_SIZE}"
+    if v_head_size not in (None, head_size):
+        return f"cuDNN attention is bound for one head size here, not {head_size}/{v_head_size}"
     if num_heads % k_BSKH.shape[2]:
         return f"num_heads={num_heads} is not a multiple of num_kv_heads={k_BSKH.shape[2]}"
     if cap is not None:

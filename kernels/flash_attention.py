@@ -5,11 +5,13 @@ documents and parts of a ring are spans of keys (`flash_spans.py`), of which til
 both directions: no bound on documents, and no memory that grows with them. The programs are in
 `flash_forward.py` and `flash_backward.py`.
 
-B rows, S sequence, T key sequence, N query heads, K key heads, H head size, M documents a row at
-most.
+B rows, S sequence, T key sequence, N query heads, K key heads, H head size, V head size of the
+values, M documents a row at most.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,8 @@ HAS_QUADRATIC_MEMORY = False
 TRACKS_VMA = False
 HIDES_NOTHING = True
 
-HEAD_SIZES = (64, 128)
+# Of queries and keys, and of values.
+HEAD_SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Of tokens: rows are padded to it.
 TILE = 128
 
@@ -36,9 +39,11 @@ def supported(
     platform: str,
     compute_capability: str = "9.0",
     cap: float | None = None,
+    v_head_size: int | None = None,
 ) -> str | None:
     """None if `attention` can run these shapes on this platform ("gpu"), else the reason."""
     *_, num_heads, head_size = q_BSNH.shape
+    head_sizes = head_size, v_head_size or head_size
     reason = hopper.objection(
         "flash attention", platform=platform, compute_capability=compute_capability
     )
@@ -46,19 +51,22 @@ def supported(
         return reason
     if q_BSNH.dtype != jnp.bfloat16:
         return f"flash attention takes bfloat16, not {q_BSNH.dtype}"
-    if head_size not in HEAD_SIZES:
-        return f"flash attention has head sizes {HEAD_SIZES}, not {head_size}"
+    if head_sizes not in HEAD_SIZES:
+        has = ", ".join(_named(*sizes) for sizes in HEAD_SIZES)
+        return f"flash attention has head sizes {has}, not {_named(*head_sizes)}"
     if num_heads % k_BTKH.shape[2]:
         return f"num_heads={num_heads} is not a multiple of num_kv_heads={k_BTKH.shape[2]}"
-    if cap is not None:
-        return f"flash attention has no soft cap on its scores, and the model asks for {cap}"
     return None
+
+
+def _named(head_size: int, v_head_size: int) -> str:
+    return f"{head_size}" if v_head_size == head_size else f"{head_size}/{v_head_size}"
 
 
 def attention(
     q_BSNH,
     k_BTKH,
-    v_BTKH,
+    v_BTKV,
     *,
     documents,
     scale: float,
@@ -69,39 +77,49 @@ def attention(
     """Causal attention inside each document; padding comes out as zeros.
 
     documents: with `segments_BS`, int32, 0 for padding; tokens of a document stand together.
-    window: a token sees itself and the `window - 1` before it. deterministic: the backward pass
-    gives the same bits each time, for two products more. Returns [B, S, N, H] in the input dtype;
-    statistics are float32.
+    window: a token sees itself and the `window - 1` before it. cap: scores become
+    cap * tanh(score / cap), by the GPU's own tanh, which is right to 5e-4 of itself. deterministic:
+    the backward pass gives the same bits each time, for two products more up to head size 128 and
+    for nothing beyond. Returns [B, S, N, V] in the input dtype; statistics are float32.
     """
-    assert cap is None, "supported() says no"
     spans = flash_spans.of_segments(documents.segments_BS, window=window)
-    return _attention(q_BSNH, k_BTKH, v_BTKH, spans, scale, deterministic)
+    return _attention(q_BSNH, k_BTKH, v_BTKV, spans, _Options(scale, cap, deterministic))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q_BSNH, k_BTKH, v_BTKH, spans_BS, scale, deterministic):
-    return _forward(q_BSNH, k_BTKH, v_BTKH, spans=spans_BS, scale=scale)[0]
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    scale: float
+    cap: float | None
+    deterministic: bool
 
 
-def _attention_fwd(q_BSNH, k_BTKH, v_BTKH, spans_BS, scale, deterministic):
-    out_BSNH, lse_BNS = _forward(q_BSNH, k_BTKH, v_BTKH, spans=spans_BS, scale=scale)
-    out_BSNH = checkpoint_name(out_BSNH, "attention_out")
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q_BSNH, k_BTKH, v_BTKV, spans_BS, options):
+    scores = dict(scale=options.scale, cap=options.cap)
+    return _forward(q_BSNH, k_BTKH, v_BTKV, spans=spans_BS, **scores)[0]
+
+
+def _attention_fwd(q_BSNH, k_BTKH, v_BTKV, spans_BS, options):
+    scores = dict(scale=options.scale, cap=options.cap)
+    out_BSNV, lse_BNS = _forward(q_BSNH, k_BTKH, v_BTKV, spans=spans_BS, **scores)
+    out_BSNV = checkpoint_name(out_BSNV, "attention_out")
     lse_BNS = checkpoint_name(lse_BNS, "attention_lse")
-    return out_BSNH, (q_BSNH, k_BTKH, v_BTKH, spans_BS, out_BSNH, lse_BNS)
+    return out_BSNV, (q_BSNH, k_BTKH, v_BTKV, spans_BS, out_BSNV, lse_BNS)
 
 
-def _attention_bwd(scale, deterministic, residuals, grad_BSNH):
-    q_BSNH, k_BTKH, v_BTKH, spans, out_BSNH, lse_BNS = residuals
+def _attention_bwd(options, residuals, grad_BSNV):
+    q_BSNH, k_BTKH, v_BTKV, spans, out_BSNV, lse_BNS = residuals
     grads = _backward(
         q_BSNH,
         k_BTKH,
-        v_BTKH,
-        out_BSNH=out_BSNH,
+        v_BTKV,
+        out_BSNV=out_BSNV,
         lse_BNS=lse_BNS,
-        grad_BSNH=grad_BSNH,
+        grad_BSNV=grad_BSNV,
         spans=spans,
-        scale=scale,
-        in_order=deterministic,
+        scale=options.scale,
+        cap=options.cap,
+        in_order=options.deterministic,
     )
     return *grads, None
 
@@ -134,9 +152,9 @@ def partial_backward(
         q_BSNH,
         k_BTKH,
         v_BTKH,
-        out_BSNH=out_BSNH,
+        out_BSNV=out_BSNH,
         lse_BNS=lse_BSN.transpose(0, 2, 1),
-        grad_BSNH=grad_BSNH,
+        grad_BSNV=grad_BSNH,
         spans=flash_spans.of_parts(parts, seq=q_BSNH.shape[1], causal=causal),
         scale=scale,
         in_order=deterministic,
@@ -146,31 +164,43 @@ def partial_backward(
 # Of any length.
 
 
-def _forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float):
+def _forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | None = None):
     seq = q_BSNH.shape[1]
-    q_BSNH, k_BTKH, v_BTKH = (_padded(x) for x in (q_BSNH, k_BTKH, v_BTKH))
+    q_BSNH, k_BTKH, v_BTKV = (_padded(x) for x in (q_BSNH, k_BTKH, v_BTKV))
     spans = spans.padded(q_BSNH.shape[1] - seq)
-    out_BSNH, lse_BNS = flash_forward.forward(q_BSNH, k_BTKH, v_BTKH, spans=spans, scale=scale)
-    return out_BSNH[:, :seq], lse_BNS[..., :seq]
+    options: dict[str, Any] = dict(spans=spans, scale=scale, cap=cap)
+    out_BSNV, lse_BNS = flash_forward.forward(q_BSNH, k_BTKH, v_BTKV, **options)
+    return out_BSNV[:, :seq], lse_BNS[..., :seq]
 
 
 def _backward(
-    q_BSNH, k_BTKH, v_BTKH, *, out_BSNH, lse_BNS, grad_BSNH, spans: Spans, scale: float, in_order
+    q_BSNH,
+    k_BTKH,
+    v_BTKV,
+    *,
+    out_BSNV,
+    lse_BNS,
+    grad_BSNV,
+    spans: Spans,
+    scale: float,
+    in_order: bool,
+    cap: float | None = None,
 ):
     seq, num_keys = q_BSNH.shape[1], k_BTKH.shape[1]
-    seen_BNS = jnp.einsum("BSNH,BSNH->BNS", out_BSNH, grad_BSNH, preferred_element_type=jnp.float32)
+    seen_BNS = jnp.einsum("BSNV,BSNV->BNS", out_BSNV, grad_BSNV, preferred_element_type=jnp.float32)
     # Of a query that sees nothing any will do that is finite.
     lse_BNS = jnp.where(lse_BNS > NOTHING / 2, lse_BNS, 0.0)
-    dq_BSNH, dk_BTKH, dv_BTKH = flash_backward.backward(
-        *(_padded(x) for x in (q_BSNH, k_BTKH, v_BTKH)),
-        grad_BSNH=_padded(grad_BSNH.astype(q_BSNH.dtype)),
+    dq_BSNH, dk_BTKH, dv_BTKV = flash_backward.backward(
+        *(_padded(x) for x in (q_BSNH, k_BTKH, v_BTKV)),
+        grad_BSNV=_padded(grad_BSNV.astype(q_BSNH.dtype)),
         lse_BNS=_padded(lse_BNS, axis=2),
         seen_BNS=_padded(seen_BNS, axis=2),
         spans=spans.padded(-seq % TILE),
         scale=scale,
+        cap=cap,
         in_order=in_order,
     )
-    return dq_BSNH[:, :seq], dk_BTKH[:, :num_keys], dv_BTKH[:, :num_keys]
+    return dq_BSNH[:, :seq], dk_BTKH[:, :num_keys], dv_BTKV[:, :num_keys]
 
 
 def _padded(x, *, axis: int = 1):

@@ -4,12 +4,15 @@ A program has 128 keys of one key head, 64 for each of two warpgroups that compu
 the tiles of queries, of all heads that share the key head, which see them. Five products: scores
 and dp (transposed, so that p and ds stay in registers as operands), dv, dk, and dq, whose part is
 added in float32 to what other programs add. dq of a tile is made one tile late: ds crosses from one
-warpgroup to the other, and neither waits for it.
+warpgroup to the other, and neither waits for it. What a warpgroup does between products runs beside
+a product of its own: p beside dp, ds beside dv, the addition of dq beside dk.
 
 The order of those additions is not fixed. For a run that must repeat to the bit, dq is made in a
-program of its own, by tile of queries: two products more.
+program of its own, by tile of queries: two products more. So it is for head sizes of which the sums
+for five products do not fit in registers: 192 for queries and keys with 128 for values, and 256, of
+which dk and dv are made in two programs too (eight products).
 
-B rows, S queries, T keys, N query heads, K key heads, H head size.
+B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
 
 import dataclasses
@@ -24,30 +27,75 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels.flash_forward import LOG2_E, REGISTERS, REGISTERS_TO_COPY
 from jaxscale.kernels.flash_spans import Spans, Work, tiles_of_keys, tiles_of_queries
-from jaxscale.kernels.hopper import WARPGROUPS, load, run
+from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
 
 TILE_Q = 64
 TILE_K = 64 * WARPGROUPS
-STAGES = 2  # tiles of queries in shared memory
+STAGES = 2  # tiles of queries in shared memory, or of keys
+# Draft: dq of the step before goes to shared memory beside the product for dk.
+DK_LAST = True
+# Up to this head size a warpgroup has the registers for its sums of five products.
+MAX_HEAD_SIZE_OF_FIVE = 128
 # Tiles of ds: a warpgroup may be a step ahead, and the other still read what it made two before.
 DS_TILES = 4
 
 PER_QUERY = plgpu.Layout.WGMMA.reduce(0)  # of scores that are transposed
 
 
-def backward(q_BSNH, k_BTKH, v_BTKH, *, grad_BSNH, lse_BNS, seen_BNS, spans, scale, in_order):
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How a program makes scores of products of queries and keys."""
+
+    scale: float
+    cap: float | None
+
+    def begin(self, lse_BNS):
+        """What a program subtracts of them: where sums begin, which are multiplied by the scale
+        after it, but for scores with a cap, which are then powers of 2."""
+        return -lse_BNS / self.scale if self.cap is None else -lse_BNS * LOG2_E
+
+    def weights(self, products, lse):
+        """(p, what d of scores is to be multiplied by or None).
+
+        products: with `begin` in them, but for scores with a cap. lse: a function that gives
+        `begin` in the shape of products.
+        """
+        if self.cap is None:
+            return jnp.exp2(products * (self.scale * LOG2_E)), None
+        tanh = jnp.tanh(products * (self.scale / self.cap))
+        return jnp.exp2(tanh * (self.cap * LOG2_E) + lse()), 1.0 - tanh * tanh
+
+
+def backward(
+    q_BSNH,
+    k_BTKH,
+    v_BTKV,
+    *,
+    grad_BSNV,
+    lse_BNS,
+    seen_BNS,
+    spans: Spans,
+    scale: float,
+    in_order: bool,
+    cap: float | None = None,
+):
     """dq, dk and dv, in the input dtypes.
 
     lse_BNS: the log-sum-exp of the scores, float32, finite where a query sees nothing. seen_BNS:
-    the sum over H of output and grad_BSNH, float32. in_order: sums are made in one order.
+    the sum over V of output and grad_BSNV, float32. in_order: sums are made in one order.
     """
-    operands = q_BSNH, k_BTKH, v_BTKH, grad_BSNH
-    # What is subtracted from sums is where they begin; scores are multiplied by the scale after it.
-    begins = -lse_BNS / scale, -seen_BNS
-    if in_order:
-        dk_BTKH, dv_BTKH = _of_keys(operands, begins, spans=spans, scale=scale, dq=None)
-        dq_BSNH = _of_queries(operands, begins, spans=spans, scale=scale)
-        return dq_BSNH, dk_BTKH, dv_BTKH
+    operands = q_BSNH, k_BTKH, v_BTKV, grad_BSNV
+    scores = Scores(scale, cap)
+    options: dict[str, Any] = dict(spans=spans, scores=scores)
+    begins = scores.begin(lse_BNS), -seen_BNS
+    head_size = q_BSNH.shape[-1]
+    if in_order or head_size > MAX_HEAD_SIZE_OF_FIVE:
+        dk_dv = [
+            gradient
+            for part in parts_of(head_size)
+            for gradient in _of_keys(operands, begins, part=part, dq=None, **options)
+        ]
+        return _of_queries(operands, begins, **options), *dk_dv
 
     # Zeros that wait for the gradient. XLA would make those of all layers as soon as it may: 15 GiB
     # of Llama 3 8B, 65,536 tokens over two GPUs.
@@ -56,12 +104,12 @@ def backward(q_BSNH, k_BTKH, v_BTKH, *, grad_BSNH, lse_BNS, seen_BNS, spans, sca
 
     def adding(dq_dk_dv):
         dq, dk, dv = dq_dk_dv
-        dk[...], dv[...] = _of_keys(operands, begins, spans=spans, scale=scale, dq=dq)
+        dk[...], dv[...] = _of_keys(operands, begins, part=WHOLE, dq=dq, **options)
 
     # Not jax.new_ref: here no effect is left for jax.checkpoint and loops to carry.
-    begin = sums_BSNH, jnp.zeros_like(k_BTKH), jnp.zeros_like(v_BTKH)
-    sums_BSNH, dk_BTKH, dv_BTKH = pl.run_state(adding)(begin)
-    return (sums_BSNH * scale).astype(q_BSNH.dtype), dk_BTKH, dv_BTKH
+    begin = sums_BSNH, jnp.zeros_like(k_BTKH), jnp.zeros_like(v_BTKV)
+    sums_BSNH, dk_BTKH, dv_BTKV = pl.run_state(adding)(begin)
+    return (sums_BSNH * scale).astype(q_BSNH.dtype), dk_BTKH, dv_BTKV
 
 
 def _swizzled(head_size: int):
@@ -73,19 +121,44 @@ def _swizzled(head_size: int):
 # dk and dv, and dq by additions.
 
 
-def _of_keys(operands, begins, *, spans: Spans, scale: float, dq):
-    """dk, dv; adds dq / scale to `dq`, a reference of float32, unless None."""
-    q_BSNH, k_BTKH, v_BTKH, _ = operands
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a kernel by tiles of keys makes, and how many tiles of gradients it holds."""
+
+    name: str = "flash_attention_backward"
+    has_dk: bool = True
+    has_dv: bool = True
+    grad_stages: int = STAGES
+
+
+WHOLE = Part()
+# 128 keys and values and two tiles of queries are 192 of 227 KiB: there is room for one of
+# gradients, which are needed for dp alone and so not for long.
+OF_KEYS = Part(name="flash_attention_backward_of_keys", has_dv=False, grad_stages=1)
+OF_VALUES = Part(name="flash_attention_backward_of_values", has_dk=False)
+
+
+def parts_of(head_size: int) -> tuple[Part, ...]:
+    """The kernels that make dk and dv, in this order: one if a warpgroup has the registers for the
+    sums of both, 64 keys of each in float32."""
+    return (WHOLE,) if head_size <= MAX_HEAD_SIZE_OF_FIVE else (OF_KEYS, OF_VALUES)
+
+
+def _of_keys(operands, begins, *, spans: Spans, scores: Scores, part: Part, dq):
+    """[dk, dv] or one of them; adds dq / scale to `dq`, a reference of float32, unless None."""
+    q_BSNH, k_BTKH, v_BTKV, _ = operands
     rows, num_keys, num_key_heads, head_size = k_BTKH.shape
+    v_head_size = v_BTKV.shape[-1]
     visits = tiles_of_queries(spans, num_keys=num_keys, tile_q=TILE_Q, tile_k=TILE_K)
 
     def operand(*shape):
         return plgpu.SMEM(shape, q_BSNH.dtype, transforms=_swizzled(head_size))
 
     floats = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
-    statistics = plgpu.SMEM((STAGES, TILE_Q), jnp.float32)
+    num_grads = part.grad_stages
+    used = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS)
     # Of a tile of queries and its statistics.
-    loaded = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)
+    loaded = functools.partial(plgpu.Barrier, num_arrivals=2)
     dq_columns = head_size // WARPGROUPS
     for_dq = dict(
         ds_tiles=operand(DS_TILES, TILE_K, TILE_Q),
@@ -94,24 +167,30 @@ def _of_keys(operands, begins, *, spans: Spans, scale: float, dq):
         both=plgpu.Barrier(num_arrivals=WARPGROUPS),
     )
 
-    def flash_attention_backward(*refs, **scratch):
+    def program(*refs, **scratch):
         group = q_BSNH.shape[2] // num_key_heads
-        run(_OfKeys(*refs, **scratch, has_dq=dq is not None, group=group, scale=scale))
+        options = dict(part=part, group=group, scores=scores)
+        run(_OfKeys(*refs, **scratch, has_dq=dq is not None, **options))
 
+    program.__name__ = part.name
+    # dv is put there on its way out too, or in place of the keys if it has their size.
+    has_v_tile = part.has_dk or v_head_size != head_size
+    made = [x for x, is_made in ((k_BTKH, part.has_dk), (v_BTKV, part.has_dv)) if is_made]
     kernel = plgpu.kernel(
-        flash_attention_backward,
-        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BTKH, v_BTKH)],
+        program,
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in made],
         scratch_types=dict(
             k_tile=operand(TILE_K, head_size),
-            v_tile=operand(TILE_K, head_size),
             q_tiles=operand(STAGES, TILE_Q, head_size),
-            grad_tiles=operand(STAGES, TILE_Q, head_size),
-            lse_tiles=statistics,
-            seen_tiles=statistics,
-            keys_loaded=plgpu.Barrier(num_arrivals=2),
-            q_loaded=loaded,
-            grad_loaded=loaded,
-            used=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
+            grad_tiles=operand(num_grads, TILE_Q, v_head_size),
+            lse_tiles=plgpu.SMEM((STAGES, TILE_Q), jnp.float32),
+            seen_tiles=plgpu.SMEM((num_grads, TILE_Q), jnp.float32),
+            keys_loaded=plgpu.Barrier(num_arrivals=1 + part.has_dk),
+            q_loaded=loaded(num_barriers=STAGES),
+            grad_loaded=loaded(num_barriers=num_grads),
+            q_used=used(num_barriers=STAGES),
+            grad_used=used(num_barriers=num_grads),
+            **(dict(v_tile=operand(TILE_K, v_head_size)) if has_v_tile else {}),
             **(for_dq if dq is not None else {}),
         ),
         grid=(num_key_heads, num_keys // TILE_K, rows),
@@ -150,10 +229,18 @@ class _Operands:
 class _OfKeys:
     """The program of `_of_keys`."""
 
-    def __init__(self, *refs, has_dq: bool, group: int, scale: float, **scratch):
+    # References, or None.
+    dq: Any
+    dk: Any
+    dv: Any
+
+    def __init__(self, *refs, has_dq: bool, part: Part, group: int, scores: Scores, **scratch: Any):
         self.operands = _Operands(*refs[:9])
-        self.dq, self.dk, self.dv = refs[9:] if has_dq else (None, *refs[9:])
-        self.group, self.scale = group, scale
+        made = iter(refs[9:])
+        self.dq, self.dk, self.dv = (
+            next(made) if is_made else None for is_made in (has_dq, part.has_dk, part.has_dv)
+        )
+        self.group, self.scores = group, scores
         self.here = _OfKeysScratch(**scratch)
 
     def num_steps(self):
@@ -177,25 +264,37 @@ class _OfKeys:
         row, key_head, tile = of.place()
         keys = (row, pl.ds(tile * TILE_K, TILE_K), key_head)
         plgpu.copy_gmem_to_smem(of.k.at[keys], here.k_tile, here.keys_loaded)
-        plgpu.copy_gmem_to_smem(of.v.at[keys], here.v_tile, here.keys_loaded)
+        if self.dk is not None:
+            plgpu.copy_gmem_to_smem(of.v.at[keys], here.v_tile, here.keys_loaded)
 
         @pl.loop(0, self.num_steps())
         def load_tile(i):
-            slot, (head, tile) = lax.rem(i, STAGES), self.step_of(i)
+            head, tile = self.step_of(i)
             queries = pl.ds(tile * TILE_Q, TILE_Q)
-            pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(here.used.at[slot]))
-            for source, target, loaded in (
-                (of.q.at[row, queries, head], here.q_tiles, here.q_loaded),
-                (of.lse.at[row, head, queries], here.lse_tiles, here.q_loaded),
-                (of.grad.at[row, queries, head], here.grad_tiles, here.grad_loaded),
-                (of.seen.at[row, head, queries], here.seen_tiles, here.grad_loaded),
+            for operand, statistic, tiles, statistics, loaded, used in (
+                (of.q, of.lse, here.q_tiles, here.lse_tiles, here.q_loaded, here.q_used),
+                (
+                    of.grad,
+                    of.seen,
+                    here.grad_tiles,
+                    here.seen_tiles,
+                    here.grad_loaded,
+                    here.grad_used,
+                ),
             ):
-                plgpu.copy_gmem_to_smem(source, target.at[slot], loaded.at[slot])
+                stages = tiles.shape[0]
+                slot = lax.rem(i, stages)
+                _wait_if(i >= stages, used.at[slot])
+                for source, target in (
+                    (operand.at[row, queries, head], tiles),
+                    (statistic.at[row, head, queries], statistics),
+                ):
+                    plgpu.copy_gmem_to_smem(source, target.at[slot], loaded.at[slot])
 
     def compute(self):
         plgpu.set_max_registers(REGISTERS, action="increase")
-        here, head_size = self.here, self.operands.k.shape[-1]
-        row, key_head, tile = self.operands.place()
+        here, of = self.here, self.operands
+        row, key_head, tile = of.place()
         num_steps, mine = self.num_steps(), self.mine()
         if self.dq is not None:
             # The first step adds the product of these zeros to the dq of its own tile.
@@ -203,61 +302,92 @@ class _OfKeys:
             zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
             self.hand_over(zeros, DS_TILES - 1)
         plgpu.barrier_wait(here.keys_loaded)
-        sums = plgpu.ACC((64, head_size), jnp.float32)
-        dk, dv = pl.run_scoped(self.all_steps, sums, sums)
+        sums = {
+            name: plgpu.ACC((64, like.shape[-1]), jnp.float32)
+            for name, like, made in (("dk", of.k, self.dk), ("dv", of.v, self.dv))
+            if made is not None
+        }
+        sums = pl.run_scoped(self.all_steps, **sums)
         if self.dq is not None:
             pl.when(num_steps > 0)(lambda: self.add_dq(num_steps - 1))
             # The other warpgroup has read this one's keys for its columns of dq.
             plgpu.barrier_arrive(here.both)
             plgpu.barrier_wait(here.both)
-        here.k_tile.at[mine][...] = (dk * self.scale).astype(self.dk.dtype)
-        here.v_tile.at[mine][...] = dv.astype(self.dv.dtype)
-        plgpu.commit_smem()
         keys = (row, pl.ds(tile * TILE_K + lax.axis_index("warpgroup") * 64, 64), key_head)
-        plgpu.copy_smem_to_gmem(here.k_tile.at[mine], self.dk.at[keys])
-        plgpu.copy_smem_to_gmem(here.v_tile.at[mine], self.dv.at[keys])
+        # This warpgroup's part of a tile that is read no more, and where it goes.
+        places = {
+            "dk": (here.k_tile, self.dk, self.scores.scale),
+            "dv": (here.k_tile if here.v_tile is None else here.v_tile, self.dv, 1.0),
+        }
+        for name, made in sums.items():
+            made_tile, target, factor = places[name]
+            made_tile.at[mine][...] = (made * factor).astype(target.dtype)
+        plgpu.commit_smem()
+        for name in sums:
+            made_tile, target, _ = places[name]
+            plgpu.copy_smem_to_gmem(made_tile.at[mine], target.at[keys])
         plgpu.wait_smem_to_gmem(0)
 
     def mine(self):
         """This warpgroup's keys of the tile."""
         return pl.ds(lax.axis_index("warpgroup") * 64, 64)
 
-    def all_steps(self, dk, dv):
+    def all_steps(self, **sums):
         num_whole = self.group * self.operands.work().num_whole
-        step = functools.partial(self.step, dk=dk, dv=dv)
+        step = functools.partial(self.step, **sums)
         pl.loop(0, num_whole)(functools.partial(step, is_whole=True))
         pl.loop(num_whole, self.num_steps())(functools.partial(step, is_whole=False))
-        return dk[...], dv[...]
+        return {name: made[...] for name, made in sums.items()}
 
-    def step(self, i, *, dk, dv, is_whole: bool):
-        here, slot = self.here, lax.rem(i, STAGES)
-        plgpu.barrier_wait(here.q_loaded.at[slot])
-        plgpu.barrier_wait(here.grad_loaded.at[slot])
+    def step(self, i, *, is_whole: bool, dk=None, dv=None):
+        here, mine = self.here, self.mine()
+        q_slot, grad_slot = lax.rem(i, STAGES), lax.rem(i, here.grad_tiles.shape[0])
+        q_tile, grad_tile = here.q_tiles.at[q_slot], here.grad_tiles.at[grad_slot]
+        lse_tile, dtype = here.lse_tiles.at[q_slot], self.operands.q.dtype
+        plgpu.barrier_wait(here.q_loaded.at[q_slot])
+        plgpu.barrier_wait(here.grad_loaded.at[grad_slot])
 
-        def issue(scores, dp):
-            scores[...] = _begin(here.lse_tiles.at[slot])
-            dp[...] = _begin(here.seen_tiles.at[slot])
-            plgpu.wgmma(
-                scores, here.k_tile.at[self.mine()], here.q_tiles.at[slot].transpose((1, 0))
-            )
-            plgpu.wgmma(dp, here.v_tile.at[self.mine()], here.grad_tiles.at[slot].transpose((1, 0)))
-            p = jnp.exp2(plgpu.wgmma_accumulator_load(scores, wait_n=1) * (self.scale * LOG2_E))
+        def issue(scores, dp=None):
+            if self.scores.cap is None:
+                scores[...] = _begin(lse_tile)
+            if dk is not None:
+                dp[...] = _begin(here.seen_tiles.at[grad_slot])
+            plgpu.wgmma(scores, here.k_tile.at[mine], q_tile.transpose((1, 0)))
+            if dk is not None:
+                plgpu.wgmma(dp, here.v_tile.at[mine], grad_tile.transpose((1, 0)))
+            products = plgpu.wgmma_accumulator_load(scores, wait_n=int(dk is not None))
+            p, slope = self.scores.weights(products, lambda: _begin(lse_tile))
             if not is_whole:
                 p = self.masked(p, i)
-            ds = p * plgpu.wgmma_accumulator_load(dp, wait_n=0)
-            p, ds = p.astype(self.dv.dtype), ds.astype(self.dv.dtype)
+            if dv is not None:
+                plgpu.wgmma(dv, p.astype(dtype), grad_tile)
+            if dk is not None:
+                dp = plgpu.wgmma_accumulator_load(dp, wait_n=int(dv is not None))
+                ds = ((p if slope is None else p * slope) * dp).astype(dtype)
+            if dv is None:
+                plgpu.barrier_arrive(here.grad_used.at[grad_slot])
             if self.dq is not None:
                 self.hand_over(ds, lax.rem(i, DS_TILES))
-            plgpu.wgmma(dv, p, here.grad_tiles.at[slot])
-            plgpu.wgmma(dk, ds, here.q_tiles.at[slot])
+            in_use = [here.q_used.at[q_slot]]
+            if dv is not None:
+                in_use.append(here.grad_used.at[grad_slot])
+            if self.dq is not None and DK_LAST:
+                self.add_dq(i - 1, before=lambda: plgpu.wgmma(dk, ds, q_tile))
+                plgpu.wgmma_wait(0)
+                for used in in_use:
+                    plgpu.barrier_arrive(used)
+                return
+            if dk is not None:
+                plgpu.wgmma(dk, ds, q_tile)
             if self.dq is not None:
-                self.add_dq(i - 1, slot_in_use=slot)
+                self.add_dq(i - 1, in_use=in_use)
             else:
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(here.used.at[slot])
+                for used in in_use:
+                    plgpu.barrier_arrive(used)
 
         tile = plgpu.ACC((64, TILE_Q), jnp.float32)
-        pl.run_scoped(issue, tile, tile)
+        pl.run_scoped(issue, *([tile] if dk is None else [tile, tile]))
 
     def masked(self, p, i):
         row, _, tile_of_keys = self.operands.place()
@@ -277,10 +407,11 @@ class _OfKeys:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.here.ds_made.at[slot])
 
-    def add_dq(self, i, *, slot_in_use=None):
+    def add_dq(self, i, *, in_use=(), before=None):
         """Adds this warpgroup's columns of dq of the ith step (-1: zeros, to those of step 0).
 
-        slot_in_use: of the queries that products before this one read.
+        in_use: barriers of what products before this one read. before: issues a product that runs
+        while this one is added.
         """
         here, (row, _, _) = self.here, self.operands.place()
         head, tile = self.step_of(jnp.maximum(i, 0))
@@ -293,9 +424,13 @@ class _OfKeys:
 
         def product(ref):
             plgpu.wgmma(ref, here.ds_tiles.at[slot].transpose((1, 0)), here.k_tile.at[:, columns])
-            if slot_in_use is not None:
+            if in_use:
                 plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(here.used.at[slot_in_use])
+            for used in in_use:
+                plgpu.barrier_arrive(used)
+            if before is not None:
+                before()
+                return plgpu.wgmma_accumulator_load(ref, wait_n=1)
             return ref[...]
 
         dq = pl.run_scoped(product, plgpu.ACC((num_queries, num_columns), jnp.float32))
@@ -311,7 +446,6 @@ class _OfKeysScratch:
     """Shared memory and barriers of `_OfKeys`."""
 
     k_tile: Any
-    v_tile: Any
     q_tiles: Any
     grad_tiles: Any
     lse_tiles: Any
@@ -319,11 +453,17 @@ class _OfKeysScratch:
     keys_loaded: Any
     q_loaded: Any
     grad_loaded: Any
-    used: Any
+    q_used: Any
+    grad_used: Any
+    v_tile: Any = None
     ds_tiles: Any = None
     dq_tile: Any = None
     ds_made: Any = None
     both: Any = None
+
+
+def _wait_if(condition, barrier):
+    pl.when(condition)(lambda: plgpu.barrier_wait(barrier))
 
 
 def _per_query(ref):
@@ -348,32 +488,39 @@ TILE_K_IN_ORDER = 64
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
-def _of_queries(operands, begins, *, spans: Spans, scale: float):
+def _of_queries(operands, begins, *, spans: Spans, scores: Scores):
     """dq."""
-    q_BSNH, k_BTKH, *_ = operands
+    q_BSNH, k_BTKH, v_BTKV, _ = operands
     rows, seq, num_heads, head_size = q_BSNH.shape
+    v_head_size = v_BTKV.shape[-1]
     tiles = dict(tile_q=TILE_Q_IN_ORDER, tile_k=TILE_K_IN_ORDER)
     visits = tiles_of_keys(spans, num_keys=k_BTKH.shape[1], **tiles)
 
+    # Of head size 256, 128 queries, their gradients and two tiles of keys are 192 of 227 KiB.
+    num_values = 1 if head_size > 192 else STAGES
+    used = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS)
+
     def operand(*shape):
         tiled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-        return plgpu.SMEM((*shape, head_size), q_BSNH.dtype, transforms=tiled)
+        return plgpu.SMEM(shape, q_BSNH.dtype, transforms=tiled)
 
     def flash_attention_backward_of_queries(*refs, **scratch):
         group = num_heads // k_BTKH.shape[2]
-        run(_OfQueries(*refs, **scratch, group=group, scale=scale))
+        run(_OfQueries(*refs, **scratch, group=group, scores=scores))
 
     kernel = plgpu.kernel(
         flash_attention_backward_of_queries,
         out_type=[jax.ShapeDtypeStruct(q_BSNH.shape, q_BSNH.dtype)],
         scratch_types=dict(
-            q_tile=operand(WARPGROUPS, 64),
-            grad_tile=operand(WARPGROUPS, 64),
-            k_tiles=operand(STAGES, TILE_K_IN_ORDER),
-            v_tiles=operand(STAGES, TILE_K_IN_ORDER),
+            q_tile=operand(WARPGROUPS, 64, head_size),
+            grad_tile=operand(WARPGROUPS, 64, v_head_size),
+            k_tiles=operand(STAGES, TILE_K_IN_ORDER, head_size),
+            v_tiles=operand(num_values, TILE_K_IN_ORDER, v_head_size),
             queries_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
-            keys_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-            used=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
+            k_loaded=plgpu.Barrier(num_barriers=STAGES),
+            v_loaded=plgpu.Barrier(num_barriers=num_values),
+            k_used=used(num_barriers=STAGES),
+            v_used=used(num_barriers=num_values),
         ),
         grid=(num_heads, seq // TILE_Q_IN_ORDER, rows),
         grid_names=("head", "tile", "row"),
@@ -388,10 +535,10 @@ def _of_queries(operands, begins, *, spans: Spans, scale: float):
 class _OfQueries:
     """The program of `_of_queries`."""
 
-    def __init__(self, *refs, group: int, scale: float, **scratch):
+    def __init__(self, *refs, group: int, scores: Scores, **scratch):
         self.operands = _Operands(*refs[:9])
         (self.dq,) = refs[9:]
-        self.group, self.scale = group, scale
+        self.group, self.scores = group, scores
         self.here = _OfQueriesScratch(**scratch)
 
     def copy(self):
@@ -402,12 +549,15 @@ class _OfQueries:
 
         @pl.loop(0, work.num)
         def load_tile(i):
-            slot = lax.rem(i, STAGES)
             tile = pl.ds(work.tile(i) * TILE_K_IN_ORDER, TILE_K_IN_ORDER)
             keys = (row, tile, lax.div(head, self.group))
-            pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(here.used.at[slot]))
-            for source, tiles in (of.k, here.k_tiles), (of.v, here.v_tiles):
-                plgpu.copy_gmem_to_smem(source.at[keys], tiles.at[slot], here.keys_loaded.at[slot])
+            for source, tiles, loaded, used in (
+                (of.k, here.k_tiles, here.k_loaded, here.k_used),
+                (of.v, here.v_tiles, here.v_loaded, here.v_used),
+            ):
+                slot = lax.rem(i, tiles.shape[0])
+                _wait_if(i >= tiles.shape[0], used.at[slot])
+                plgpu.copy_gmem_to_smem(source.at[keys], tiles.at[slot], loaded.at[slot])
 
     def compute(self):
         plgpu.set_max_registers(REGISTERS, action="increase")
@@ -438,35 +588,40 @@ class _OfQueries:
             return dq[...]
 
         dq = pl.run_scoped(all_tiles, plgpu.ACC((64, of.q.shape[-1]), jnp.float32))
-        q_tile[...] = (dq * self.scale).astype(self.dq.dtype)
+        q_tile[...] = (dq * self.scores.scale).astype(self.dq.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_tile, self.dq.at[row, queries, head])
         plgpu.wait_smem_to_gmem(0)
 
     def step(self, i, *, dq, of_rows, is_whole: bool):
-        here, slot = self.here, lax.rem(i, STAGES)
-        warpgroup = lax.axis_index("warpgroup")
+        here, warpgroup = self.here, lax.axis_index("warpgroup")
+        k_slot, v_slot = (lax.rem(i, tiles.shape[0]) for tiles in (here.k_tiles, here.v_tiles))
+        k_tile, v_tile = here.k_tiles.at[k_slot], here.v_tiles.at[v_slot]
         lse, seen, first, last = of_rows
-        plgpu.barrier_wait(here.keys_loaded.at[slot])
+        plgpu.barrier_wait(here.k_loaded.at[k_slot])
+        plgpu.barrier_wait(here.v_loaded.at[v_slot])
+
+        def begin(values):
+            tile = lax.broadcast_in_dim(values, (64, TILE_K_IN_ORDER), [0])
+            return plgpu.layout_cast(tile, plgpu.Layout.WGMMA)
 
         def products(scores, dp):
-            by_row = functools.partial(lax.broadcast_in_dim, shape=(64, TILE_K_IN_ORDER))
-            for ref, values in (scores, lse), (dp, seen):
-                tile = by_row(values, broadcast_dimensions=[0])
-                ref[...] = plgpu.layout_cast(tile, plgpu.Layout.WGMMA)
-            k_tile, v_tile = here.k_tiles.at[slot], here.v_tiles.at[slot]
+            if self.scores.cap is None:
+                scores[...] = begin(lse)
+            dp[...] = begin(seen)
             plgpu.wgmma(scores, here.q_tile.at[warpgroup], k_tile.transpose((1, 0)))
             plgpu.wgmma(dp, here.grad_tile.at[warpgroup], v_tile.transpose((1, 0)))
-            p = jnp.exp2(plgpu.wgmma_accumulator_load(scores, wait_n=1) * (self.scale * LOG2_E))
+            products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            p, slope = self.scores.weights(products, lambda: begin(lse))
             if not is_whole:
                 key = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=plgpu.Layout.WGMMA)
                 key += self.operands.work().tile(i) * TILE_K_IN_ORDER
-                bounds = (by_row(x, broadcast_dimensions=[0]) for x in (first, last))
-                p = jnp.where((key >= next(bounds)) & (key < next(bounds)), p, 0.0)
-            ds = p * plgpu.wgmma_accumulator_load(dp, wait_n=0)
+                p = jnp.where((key >= by_row(first, p)) & (key < by_row(last, p)), p, 0.0)
+            ds = (p if slope is None else p * slope) * plgpu.wgmma_accumulator_load(dp)
+            plgpu.barrier_arrive(here.v_used.at[v_slot])
             plgpu.wgmma(dq, ds.astype(self.dq.dtype), k_tile)
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(here.used.at[slot])
+            plgpu.barrier_arrive(here.k_used.at[k_slot])
 
         tile = plgpu.ACC((64, TILE_K_IN_ORDER), jnp.float32)
         pl.run_scoped(products, tile, tile)
@@ -481,5 +636,7 @@ class _OfQueriesScratch:
     k_tiles: Any
     v_tiles: Any
     queries_loaded: Any
-    keys_loaded: Any
-    used: Any
+    k_loaded: Any
+    v_loaded: Any
+    k_used: Any
+    v_used: Any

@@ -1,7 +1,7 @@
 """Attention in plain XLA operations: the reference of every attention kernel, and the CPU's path.
 
 B rows, S sequence, T key sequence, N query heads, K key heads, G query heads a key head, H head
-size, M documents a row at most.
+size, V head size of the values, M documents a row at most.
 """
 
 import functools
@@ -24,6 +24,7 @@ def supported(
     platform: str,
     compute_capability: str = "9.0",
     cap: float | None = None,
+    v_head_size: int | None = None,
 ) -> str | None:
     """None if `attention` can run these shapes on this platform, else the reason why not."""
     num_heads, num_kv_heads = q_BSNH.shape[2], k_BTKH.shape[2]
@@ -35,7 +36,7 @@ def supported(
 def attention(
     q_BSNH,
     k_BTKH,
-    v_BTKH,
+    v_BTKV,
     *,
     documents,
     scale: float,
@@ -47,7 +48,7 @@ def attention(
 
     documents: with `segments_BS`, int32, 0 for padding. window: a token sees itself and the
     `window - 1` before it. cap: scores become cap * tanh(score / cap). deterministic: it always is.
-    Scores and softmax are float32; returns [B, S, N, H] in the input dtype. Holds [B, N, S, T]
+    Scores and softmax are float32; returns [B, S, N, V] in the input dtype. Holds [B, N, S, T]
     scores: memory grows with the square of the sequence.
     """
     rows, seq, _, head_size = q_BSNH.shape
@@ -61,8 +62,9 @@ def attention(
     mask_BST = visible(documents.segments_BS, window)
     scores_BKGST = jnp.where(mask_BST[:, None, None], scores_BKGST, jnp.finfo(jnp.float32).min)
     weights_BKGST = jax.nn.softmax(scores_BKGST, axis=-1)
-    weights_BKGST = jnp.where(mask_BST[:, None, None], weights_BKGST, 0.0).astype(v_BTKH.dtype)
-    return jnp.einsum("BKGST,BTKH->BSKGH", weights_BKGST, v_BTKH).reshape(q_BSNH.shape)
+    weights_BKGST = jnp.where(mask_BST[:, None, None], weights_BKGST, 0.0).astype(v_BTKV.dtype)
+    out_BSKGV = jnp.einsum("BKGST,BTKV->BSKGV", weights_BKGST, v_BTKV)
+    return out_BSKGV.reshape(*q_BSNH.shape[:3], -1)
 
 
 reference = attention

@@ -1,6 +1,7 @@
 """Attention over packed documents: chooses a kernel and runs it on each device's rows and heads.
 
-B rows, S sequence, N query heads, K key heads, H head size, M documents a row at most.
+B rows, S sequence, N query heads, K key heads, H head size, V head size of the values, M documents
+a row at most.
 """
 
 import functools
@@ -27,6 +28,9 @@ KERNELS: dict[Attention, ModuleType] = {
     Attention.XLA: xla_attention,
 }
 
+# There our kernel has not been timed beside cuDNN's (docs/kernels.md), and runs where that cannot.
+HEAD_SIZES_FOR_CUDNN_FIRST = (256,)
+
 # Scores of a row and layer, in float32: 8 GiB at 32 heads and 8192 tokens.
 MAX_QUADRATIC_SEQ_LEN_ON_GPU = 2048
 
@@ -38,11 +42,13 @@ def choose(
     execution: Execution,
     cap: float | None = None,
     in_parts: bool = False,
+    v_head_size: int | None = None,
 ) -> ModuleType:
     """The kernel that will run: the one the config names, else the first that supports the shapes.
 
-    in_parts: keys come from other devices meanwhile. XLA sends nothing beside a kernel of ours,
-    which it takes to cost nothing (jaxlib 0.11.2), so cuDNN's is chosen.
+    v_head_size: of the values, if not that of the keys. in_parts: keys come from other devices
+    meanwhile. XLA sends nothing beside a kernel of ours, which it takes to cost nothing (jaxlib
+    0.11.2), so cuDNN's is chosen.
 
     Raises ValueError rather than fall back to quadratic memory on a GPU.
     """
@@ -54,6 +60,7 @@ def choose(
             platform=execution.platform,
             compute_capability=execution.compute_capability,
             cap=cap,
+            v_head_size=v_head_size,
         )
 
     if (wanted := execution.attention) != Attention.AUTO:
@@ -64,6 +71,8 @@ def choose(
             )
         return KERNELS[wanted]
     kernels = [kernel for kernel in KERNELS.values() if not (in_parts and kernel.HIDES_NOTHING)]
+    if q_BSNH.shape[-1] in HEAD_SIZES_FOR_CUDNN_FIRST:
+        kernels.sort(key=[cudnn_attention, flash_attention, xla_attention].index)
     reasons = {kernel: reason_against(kernel) for kernel in kernels}
     chosen = next(kernel for kernel, reason in reasons.items() if reason is None)
     others = "; ".join(reason for reason in reasons.values() if reason)
@@ -85,7 +94,7 @@ def _say_once(message: str) -> None:
 def attention(
     q_BSNH,
     k_BSKH,
-    v_BSKH,
+    v_BSKV,
     *,
     documents: Documents | Kept,
     execution: Execution,
@@ -93,7 +102,7 @@ def attention(
     window: int | None = None,
     cap: float | None = None,
 ):
-    """Causal attention that stays inside each document. Returns [B, S, N, H]; padding gives zeros.
+    """Causal attention that stays inside each document. Returns [B, S, N, V]; padding gives zeros.
 
     With `Kept` documents the keys and values are kept too, and looked at in what comes next.
 
@@ -107,12 +116,20 @@ def attention(
     """
     options: dict[str, Any] = dict(scale=scale or q_BSNH.shape[-1] ** -0.5, window=window, cap=cap)
     if isinstance(documents, Kept):
-        documents.keep(k_BSKH, v_BSKH)
+        documents.keep(k_BSKH, v_BSKV)
         if documents.fresh is None:
             return documents.attend(q_BSNH, **options)
         documents = documents.fresh
     seq_axes = shd.mesh_axes("attn_seq")
-    kernel = choose(q_BSNH, k_BSKH, execution=execution, cap=cap, in_parts=bool(seq_axes))
+    v_head_size = v_BSKV.shape[-1]
+    kernel = choose(
+        q_BSNH,
+        k_BSKH,
+        execution=execution,
+        cap=cap,
+        in_parts=bool(seq_axes),
+        v_head_size=v_head_size,
+    )
     group = q_BSNH.shape[2] // k_BSKH.shape[2]
     exchanged: dict[str, Any] = dict(
         kernel=kernel,
@@ -123,25 +140,26 @@ def attention(
         deterministic=execution.deterministic,
     )
     assert not (seq_axes and (window or cap)), "step/layout.py refuses it"
+    assert not (seq_axes and v_head_size != k_BSKH.shape[-1]), "keys and values travel as one array"
     kv_axes = shd.mesh_axes("attn_kv_heads")
     # A device has the key heads of all that share its place on kv_axes.
     shared_by = tuple(axis for axis in shd.mesh_axes("attn_heads") if axis not in kv_axes)
 
-    def local(q_BSNH, k_BSKH, v_BSKH, segments_BS, positions_BS, lengths_BM):
+    def local(q_BSNH, k_BSKH, v_BSKV, segments_BS, positions_BS, lengths_BM):
         if shared_by:
             heads = q_BSNH.shape[2]
             first = jax.lax.axis_index(shared_by) * heads // group
-            k_BSKH, v_BSKH = (
+            k_BSKH, v_BSKV = (
                 jax.lax.dynamic_slice_in_dim(x, first, max(1, heads // group), axis=2)
-                for x in (k_BSKH, v_BSKH)
+                for x in (k_BSKH, v_BSKV)
             )
         if seq_axes:
-            return context.attention(q_BSNH, k_BSKH, v_BSKH, lengths_BM=lengths_BM, **exchanged)
+            return context.attention(q_BSNH, k_BSKH, v_BSKV, lengths_BM=lengths_BM, **exchanged)
         documents = Documents(segments_BS, positions_BS, lengths_BM)
         return kernel.attention(
             q_BSNH,
             k_BSKH,
-            v_BSKH,
+            v_BSKV,
             documents=documents,
             deterministic=execution.deterministic,
             **options,
@@ -156,12 +174,12 @@ def attention(
         check_vma=kernel.TRACKS_VMA and not seq_axes,
     )
     with jax.named_scope("attention"):
-        out_BSNH = mapped(
+        out_BSNV = mapped(
             q_BSNH,
             k_BSKH,
-            v_BSKH,
+            v_BSKV,
             documents.segments_BS,
             documents.positions_BS,
             documents.lengths_BM,
         )
-        return shd.constrain(out_BSNH, "batch seq heads head")
+        return shd.constrain(out_BSNV, "batch seq heads head")

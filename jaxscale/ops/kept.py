@@ -1,7 +1,7 @@
 """Attention over keys and values that are kept: how a model continues a text a token at a time.
 
-B rows, S sequence, N query heads, K key heads, G query heads a key head, H head size, T tokens that
-a slot holds, P slots: texts that are continued at once.
+B rows, S sequence, N query heads, K key heads, G query heads a key head, H head size, V head size
+of the values, T tokens that a slot holds, P slots: texts that are continued at once.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ class Kept:
         self.values = write(self.values, v_BSKH, self.slots_BS, self.positions_BS)
 
     def attend(self, q_BSNH, *, scale: float, window: int | None, cap: float | None):
-        """The next token of each slot over what the slot holds; [P, 1, N, H] as `q`."""
+        """The next token of each slot over what the slot holds; [P, 1, N, V] as `q`."""
 
-        def local(q_P1NH, k_PKTH, v_PKTH, positions_P1):
+        def local(q_P1NH, k_PKTH, v_PKTV, positions_P1):
             slots, num_keys, _, head = k_PKTH.shape
             q_PKGH = q_P1NH.reshape(slots, num_keys, -1, head)
             scores = jnp.einsum(
@@ -56,8 +56,9 @@ class Kept:
                 scores = cap * jnp.tanh(scores / cap)
             seen_PT = _seen(positions_P1, k_PKTH.shape[2], window=window)
             scores = jnp.where(seen_PT[:, None, None], scores, jnp.finfo(jnp.float32).min)
-            weights = jax.nn.softmax(scores, axis=-1).astype(v_PKTH.dtype)
-            return jnp.einsum("PKGT,PKTH->PKGH", weights, v_PKTH).reshape(q_P1NH.shape)
+            weights = jax.nn.softmax(scores, axis=-1).astype(v_PKTV.dtype)
+            out_PKGV = jnp.einsum("PKGT,PKTV->PKGV", weights, v_PKTV)
+            return out_PKGV.reshape(*q_P1NH.shape[:3], -1)
 
         heads = "batch attn_seq attn_heads head"
         mapped = shd.shard_map(local, in_axes=(heads, AXES, AXES, "batch attn_seq"), out_axes=heads)

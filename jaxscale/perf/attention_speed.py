@@ -35,8 +35,11 @@ class Case:
     heads: int = 32
     kv_heads: int = 8
     head_size: int = 128
+    # Of the values, if not that of the keys.
+    v_head_size: int | None = None
     lengths: Callable[[int], list[int]] = lambda seq: [seq]
     window: int | None = None
+    cap: float | None = None
 
     def segments(self) -> np.ndarray:
         """int32 [rows, seq], from 1."""
@@ -50,8 +53,12 @@ class Case:
         return self.rows * self.heads * sum(seen)
 
     def flop(self) -> int:
-        """Of the forward pass; the backward pass is 2.5 times as much."""
-        return 4 * self.head_size * self.pairs()
+        """Of the forward pass: two products for each pair."""
+        return 2 * (self.head_size + (self.v_head_size or self.head_size)) * self.pairs()
+
+    def flop_of_both(self) -> int:
+        """With the backward pass: four products over the head size, three over the values'."""
+        return 2 * (4 * self.head_size + 3 * (self.v_head_size or self.head_size)) * self.pairs()
 
 
 def log_normal(seq: int) -> list[int]:
@@ -86,6 +93,8 @@ CASES = {
     "window_32k": Case(1, 32768, window=1024),
     "head_64": Case(4, 4096, heads=16, kv_heads=16, head_size=64),
     "head_256": Case(2, 8192, heads=16, kv_heads=8, head_size=256),
+    "gemma_2": Case(2, 8192, heads=16, kv_heads=8, head_size=256, cap=50.0),
+    "latent": Case(1, 8192, heads=16, kv_heads=16, head_size=192, v_head_size=128),
     "tiny": Case(1, 128, heads=2, kv_heads=1, head_size=16, lengths=lambda seq: [100, seq - 100]),
 }
 
@@ -105,7 +114,8 @@ def _case(name: str, case: Case) -> Iterator[str]:
     lengths = case.lengths(case.seq)
     yield (
         f"{name}: rows {case.rows}, sequence {case.seq}, heads {case.heads}/{case.kv_heads} x "
-        f"{case.head_size}, documents a row {len(lengths)}, window {case.window}"
+        f"{case.head_size}/{case.v_head_size or case.head_size}, documents a row {len(lengths)}, "
+        f"window {case.window}, cap {case.cap}"
     )
     arrays = _random(case)
     kernels = _kernels(case, arrays)
@@ -115,7 +125,7 @@ def _case(name: str, case: Case) -> Iterator[str]:
         forward, both = forward_ms[kernel], both_ms[kernel]
         yield (
             f"  {kernel:12s} forward {forward:8.3f} ms {case.flop() / forward / 1e9:4.0f} TFLOP/s  "
-            f"both {both:8.3f} ms {3.5 * case.flop() / both / 1e9:4.0f} TFLOP/s  {errors}"
+            f"both {both:8.3f} ms {case.flop_of_both() / both / 1e9:4.0f} TFLOP/s  {errors}"
         )
 
 
@@ -139,10 +149,12 @@ def _errors(case: Case, kernels: dict[str, Function], *, arrays: Sequence[jax.Ar
 def _random(case: Case) -> list[jax.Array]:
     """q, k, v and the gradient of the output."""
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    v_head_size = case.v_head_size or case.head_size
+    sizes = (case.head_size, case.head_size, v_head_size, v_head_size)
     keys = jax.random.split(jax.random.key(0), 4)
     return [
-        jax.random.normal(key, (case.rows, case.seq, n, case.head_size), _dtype())
-        for key, n in zip(keys, heads, strict=True)
+        jax.random.normal(key, (case.rows, case.seq, *shape), _dtype())
+        for key, *shape in zip(keys, heads, sizes, strict=True)
     ]
 
 
@@ -151,7 +163,8 @@ def _kernels(case: Case, arrays: Sequence[jax.Array]) -> dict[str, Function]:
     found: dict[str, Function] = {}
     platform = jax.default_backend()
     for name, kernel in KERNELS.items():
-        reason = kernel.supported(arrays[0], arrays[1], platform=platform)
+        options = dict(cap=case.cap, v_head_size=case.v_head_size)
+        reason = kernel.supported(arrays[0], arrays[1], platform=platform, **options)
         is_slow = kernel.HAS_QUADRATIC_MEMORY and platform != "cpu"
         if reason is None and not is_slow:
             found[name] = _packed(kernel.attention, case)
@@ -176,7 +189,7 @@ def _packed(attention: Function, case: Case) -> Function:
     """Of arrays with the case's rows, or fewer."""
     segments = case.segments()
     bound = 2 ** math.ceil(math.log2(max(1, segments.max())))  # what a run would round it up to
-    options = dict(scale=case.head_size**-0.5, window=case.window)
+    options = dict(scale=case.head_size**-0.5, window=case.window, cap=case.cap)
 
     def function(q_BSNH: jax.Array, *keys_and_values: jax.Array) -> jax.Array:
         segments_BS = jnp.asarray(segments[: q_BSNH.shape[0]], jnp.int32)

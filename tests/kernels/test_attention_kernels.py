@@ -24,13 +24,16 @@ NAMES = [
 # Error of the whole array against float64, relative to its norm. bfloat16 rounds inputs of the
 # softmax's products at 2e-3.
 RTOL = {jnp.float32: 1e-5, jnp.bfloat16: 5e-3}
-# rows, seq, query heads, key heads, head size, documents a row, padding, window
+# rows, seq, query heads, key heads, head size (and of values, if it is another), documents a row,
+# padding, window
 SHAPES = {
     "one document": (2, 256, 4, 4, 64, 1, 0, None),
     "grouped heads": (2, 256, 8, 2, 64, 5, 0, None),
     "head size 128 and padding": (2, 256, 4, 2, 128, 8, 30, None),
     "window": (2, 256, 8, 2, 64, 3, 17, 32),
     "head size 256 and window": (2, 256, 4, 2, 256, 3, 0, 64),
+    "head size 256, grouped heads": (1, 384, 8, 2, 256, 2, 20, None),
+    "values of another head size": (2, 256, 4, 2, (192, 128), 3, 10, None),
     "window of 1": (1, 128, 2, 2, 64, 2, 0, 1),
     "short documents": (2, 512, 4, 2, 128, 8, 100, None),
     "a length of no whole tiles": (2, 200, 4, 2, 64, 3, 5, None),
@@ -45,7 +48,8 @@ def kernel(request):
 
     def run(q, k, v, segments, window, **options):
         cap = options.get("cap")
-        reason = module.supported(q, k, platform=jax.default_backend(), cap=cap)
+        sizes = dict(cap=cap, v_head_size=v.shape[-1])
+        reason = module.supported(q, k, platform=jax.default_backend(), **sizes)
         if reason:
             pytest.skip(reason)
         documents = documents_of(segments, segments, max_documents=MAX_DOCUMENTS)
@@ -63,7 +67,9 @@ def dtype_here():
 def make(shape, seed=0):
     rows, seq, heads, kv_heads, size, documents, padding, window = SHAPES[shape]
     rng = np.random.default_rng(seed)
-    arrays = [rng.normal(size=(rows, seq, n, size)) for n in (heads, kv_heads, kv_heads, heads)]
+    size, v_size = size if isinstance(size, tuple) else (size, size)
+    shapes = (heads, size), (kv_heads, size), (kv_heads, v_size), (heads, v_size)
+    arrays = [rng.normal(size=(rows, seq, *shape)) for shape in shapes]
     segments = np.zeros((rows, seq), np.int32)
     for row in segments:
         cuts = np.sort(rng.choice(np.arange(1, seq - padding), documents - 1, replace=False))
@@ -74,7 +80,7 @@ def make(shape, seed=0):
 def slow_attention(q, k, v, segments, window, cap=None):
     """One query at a time, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    segments, out = np.asarray(segments), np.zeros(q.shape)
+    segments, out = np.asarray(segments), np.zeros((*q.shape[:3], v.shape[-1]))
     group = q.shape[2] // k.shape[2]
     for b, s, n in np.ndindex(q.shape[:3]):
         if segments[b, s] == 0:
@@ -104,13 +110,25 @@ def test_a_kernel_equals_attention_one_query_at_a_time(kernel, shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_kernels_gradients_equal_those_of_the_reference_in_float32(kernel, shape):
+    assert_gradients_are_the_references(kernel, shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_capped_kernels_gradients_equal_those_of_the_reference_in_float32(kernel, shape):
+    # Scores of these arrays are about 1: at this cap tanh is far from a line.
+    assert_gradients_are_the_references(kernel, shape, cap=2.0)
+
+
+def assert_gradients_are_the_references(kernel, shape, cap=None):
     (q, k, v, cotangent), segments, window = make(shape)
     reference = importlib.import_module("jaxscale.kernels.xla_attention").reference
     documents = documents_of(segments, segments, max_documents=MAX_DOCUMENTS)
-    options = dict(documents=documents, scale=q.shape[-1] ** -0.5, window=window)
-    gradients = jax.jit(
-        lambda q, k, v: jax.vjp(lambda *x: kernel(*x, segments, window), q, k, v)[1](cotangent)
-    )(q, k, v)
+    options = dict(documents=documents, scale=q.shape[-1] ** -0.5, window=window, cap=cap)
+
+    def attention(*x):
+        return kernel(*x, segments, window, cap=cap)
+
+    gradients = jax.jit(lambda q, k, v: jax.vjp(attention, q, k, v)[1](cotangent))(q, k, v)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
     with jax.default_matmul_precision("highest"):
         expected = jax.vjp(lambda *x: reference(*x, **options), *wide)[1](
@@ -161,16 +179,22 @@ def test_a_soft_cap_is_a_tanh_of_the_scores(kernel):
     assert error(capped, slow_attention(q, k, v, segments, None)) > 0.05
 
 
-def test_a_deterministic_backward_pass_gives_the_same_bits_and_the_same_gradients(kernel, request):
+@pytest.mark.parametrize(
+    "shape", ["short documents", "head size 256 and window", "values of another head size"]
+)
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_deterministic_backward_pass_gives_the_same_bits_and_the_same_gradients(
+    kernel, request, shape, cap
+):
     if "cudnn" in request.node.name:
         pytest.skip("an option of XLA decides (xla/options.py)")
-    (q, k, v, cotangent), segments, window = make("short documents")
+    (q, k, v, cotangent), segments, window = make(shape)
 
     def gradients(**options):
         run = jax.jit(
-            lambda q, k, v: jax.vjp(lambda *x: kernel(*x, segments, window, **options), q, k, v)[1](
-                cotangent
-            )
+            lambda q, k, v: jax.vjp(
+                lambda *x: kernel(*x, segments, window, cap=cap, **options), q, k, v
+            )[1](cotangent)
         )
         return [[np.asarray(x, np.float32) for x in run(q, k, v)] for _ in range(3)]
 

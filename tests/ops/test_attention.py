@@ -1,12 +1,15 @@
 """Which attention runs, and that it says no rather than run out of memory."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxscale.config import Attention
 from jaxscale.kernels import cudnn_attention, flash_attention, hopper, xla_attention
-from jaxscale.ops.attention import _say_once
+from jaxscale.ops.attention import _say_once, attention
 from jaxscale.ops.attention import choose as choose_kernel
 from jaxscale.ops.documents import documents_of
 from jaxscale.ops.execution import Execution
@@ -18,8 +21,9 @@ def shapes(seq=8192, dtype=jnp.bfloat16, heads=8, kv_heads=2, size=64):
     )
 
 
-def choose(kind, *shapes, cap=None, **hardware):
-    return choose_kernel(*shapes, execution=Execution(attention=kind, **hardware), cap=cap)
+def choose(kind, *shapes, cap=None, v_head_size=None, **hardware):
+    execution = Execution(attention=kind, **hardware)
+    return choose_kernel(*shapes, execution=execution, cap=cap, v_head_size=v_head_size)
 
 
 HAS_FLASH = jax.__version_info__ >= hopper.JAX
@@ -43,7 +47,8 @@ def test_a_cpu_gets_xla_and_a_hopper_gpu_gets_the_kernel_of_ours_and_others_cudn
         (dict(), dict(platform="cpu"), "needs an NVIDIA GPU, not cpu"),
         (dict(), dict(compute_capability="8.0"), "compute capability 9.0, not 8.0"),
         (dict(dtype=jnp.float32), {}, "takes bfloat16, not float32"),
-        (dict(size=96), {}, r"head sizes \(64, 128\), not 96"),
+        (dict(size=96), {}, "head sizes 64, 128, 192/128, 256, not 96"),
+        (dict(size=192), {}, "head sizes 64, 128, 192/128, 256, not 192"),
         (dict(heads=9), {}, "num_heads=9 is not a multiple of num_kv_heads=2"),
     ],
 )
@@ -98,8 +103,37 @@ def test_heads_that_key_heads_do_not_divide_run_nowhere():
 
 
 def test_a_soft_cap_runs_as_xla_and_is_refused_where_that_takes_quadratic_memory():
-    assert choose(Attention.AUTO, *shapes(seq=1024), cap=50.0, platform="gpu") == xla_attention
+    blackwell = dict(platform="gpu", compute_capability="10.0")
+    assert choose(Attention.AUTO, *shapes(seq=1024), cap=50.0, **blackwell) == xla_attention
     with pytest.raises(ValueError, match="seq_len=8192: .*cuDNN attention has no soft cap"):
-        choose(Attention.AUTO, *shapes(), cap=50.0, platform="gpu")
+        choose(Attention.AUTO, *shapes(), cap=50.0, **blackwell)
     with pytest.raises(ValueError, match="config.attention='cudnn' cannot run: .* no soft cap"):
         choose(Attention.CUDNN, *shapes(), cap=50.0, platform="gpu")
+
+
+@pytest.mark.skipif(not HAS_FLASH, reason="this jax is too old for the kernel of ours")
+def test_on_a_hopper_gpu_a_soft_cap_or_values_of_another_head_size_get_the_kernel_of_ours():
+    for size in (64, 128, 256):
+        assert choose(Attention.AUTO, *shapes(size=size), cap=50.0, platform="gpu") == (
+            flash_attention
+        )
+    latent = dict(v_head_size=128, platform="gpu")
+    assert choose(Attention.AUTO, *shapes(size=192), **latent) == flash_attention
+    with pytest.raises(ValueError, match="cuDNN attention is bound for one head size.*192/128"):
+        choose(Attention.CUDNN, *shapes(size=192), **latent)
+    assert choose(Attention.FLASH, *shapes(size=256), platform="gpu") == flash_attention
+    with pytest.raises(ValueError, match="seq_len=8192: .*head sizes .*, not 96; .*no soft cap"):
+        choose(Attention.AUTO, *shapes(size=96), cap=50.0, platform="gpu")
+
+
+def test_values_may_have_a_head_size_of_their_own():
+    key = jax.random.key(0)
+    q, k = (jax.random.normal(key, (1, 16, n, 12)) for n in (4, 2))
+    v = jax.random.normal(key, (1, 16, 2, 8))
+    segments = jnp.ones((1, 16), jnp.int32)
+    documents = documents_of(segments, segments, max_documents=1)
+    options: dict[str, Any] = dict(documents=documents, execution=Execution(platform="cpu"))
+    out = attention(q, k, v, **options)
+    padded = attention(q, k, jnp.pad(v, [(0, 0)] * 3 + [(0, 4)]), **options)
+    assert out.shape == (1, 16, 4, 8)
+    np.testing.assert_allclose(out, padded[..., :8], rtol=1e-6)

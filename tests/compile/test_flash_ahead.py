@@ -1,0 +1,104 @@
+"""Flash attention compiled for an H100 that is not here: registers, calls, and whom it is for."""
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxscale.command_line import read_config
+from jaxscale.compile import ahead
+from jaxscale.config import MeshConfig
+from jaxscale.kernels import flash_attention, hopper
+from jaxscale.models import gemma
+from jaxscale.ops.documents import documents_of
+
+pytestmark = [
+    pytest.mark.skipif(ahead.missing() is not None, reason=str(ahead.missing())),
+    pytest.mark.skipif(jax.__version_info__ < hopper.JAX, reason="this jax is too old for it"),
+    # XLA's plugin for CUDA reports on machines without CUDA's libraries.
+    pytest.mark.filterwarnings("ignore"),
+]
+SEQ, HEADS, KV_HEADS = 1024, 4, 2
+# Bytes a thread that a kernel of a pass keeps in memory for want of registers, at most; else none.
+# Without a cap those are of tiles with a mask.
+MAX_SPILLS = {(256, None): 96, (256, 50.0): 96, (128, 50.0): 96}
+SPILLS = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores", re.DOTALL)
+# What ptxas says where products wait for one another.
+SERIALIZED = "Potential Performance Loss"
+
+
+@functools.cache
+def device():
+    return ahead.devices_of("h100", hosts=1, gpus_per_host=1)[0]
+
+
+def compiled(sizes, *, cap=None, window=None, deterministic=False):
+    """Of the output and its gradients."""
+    sharding = NamedSharding(Mesh(np.array([device()]), ("data",)), PartitionSpec())
+    size, v_size = sizes
+    shapes = [(HEADS, size), (KV_HEADS, size), (KV_HEADS, v_size), (HEADS, v_size)]
+    arrays = [
+        jax.ShapeDtypeStruct((1, SEQ, *shape), jnp.bfloat16, sharding=sharding) for shape in shapes
+    ]
+    segments = jax.ShapeDtypeStruct((1, SEQ), jnp.int32, sharding=sharding)
+
+    def both(q, k, v, grad, segments):
+        documents = documents_of(segments, segments, max_documents=8)
+        options = dict(window=window, cap=cap, deterministic=deterministic)
+        function = functools.partial(
+            flash_attention.attention, documents=documents, scale=size**-0.5, **options
+        )
+        out, pull = jax.vjp(function, q, k, v)
+        return out, *pull(grad)
+
+    options: dict[str, Any] = ahead.COMPILER_OPTIONS
+    return jax.jit(both).lower(*arrays, segments).compile(compiler_options=options)
+
+
+@pytest.mark.parametrize("cap", [None, 50.0])
+@pytest.mark.parametrize("sizes", flash_attention.HEAD_SIZES)
+def test_sums_fit_in_registers_and_products_do_not_wait(sizes, cap, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    hlo = ahead.text_of(compiled(sizes, cap=cap))
+    said = "".join(capfd.readouterr())
+    spilled = {name: int(number) for name, number in SPILLS.findall(said)}
+    assert len(spilled) == (2 if sizes[0] <= 128 else 4)
+    assert max(spilled.values()) <= MAX_SPILLS.get((sizes[0], cap), 0)
+    assert SERIALIZED not in said
+    calls = {name: n for name, n in ahead.count_calls(hlo).items() if "flash" in name}
+    backward = "flash_attention_backward"
+    apart = {f"{backward}_of_{part}": 1 for part in ("keys", "queries", "values")}
+    assert calls == {"flash_attention_forward": 1} | ({backward: 1} if sizes[0] <= 128 else apart)
+
+
+def test_gemma_2_trains_on_long_rows_with_it():
+    path = Path(__file__).parents[2] / "configs" / "llama3_1b.py"
+    config = read_config([f"--config={path}"])
+    config.model = gemma.Config(
+        vocab_size=8192,
+        model_dim=512,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=256,
+        mlp_dim=1024,
+        max_seq_len=8192,
+        window=4096,
+        global_every=2,
+        qk_norm=False,
+        score_cap=50.0,
+        logit_cap=30.0,
+    )
+    config = dataclasses.replace(config, scan_unroll=2, batch_size=1, mesh=MeshConfig())
+    config.data.max_documents_per_row = 8
+    counts = ahead.count_calls(ahead.text_of(ahead.compile_update(config, [device()])))
+    # A local layer and a global one; what comes out is kept for the backward pass.
+    assert counts["flash_attention_forward"] == 2
+    assert counts["flash_attention_backward_of_queries"] == 2

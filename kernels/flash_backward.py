@@ -32,8 +32,6 @@ from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
 TILE_Q = 64
 TILE_K = 64 * WARPGROUPS
 STAGES = 2  # tiles of queries in shared memory, or of keys
-# Draft: dq of the step before goes to shared memory beside the product for dk.
-DK_LAST = True
 # Up to this head size a warpgroup has the registers for its sums of five products.
 MAX_HEAD_SIZE_OF_FIVE = 128
 # Tiles of ds: a warpgroup may be a step ahead, and the other still read what it made two before.
@@ -368,23 +366,13 @@ class _OfKeys:
                 plgpu.barrier_arrive(here.grad_used.at[grad_slot])
             if self.dq is not None:
                 self.hand_over(ds, lax.rem(i, DS_TILES))
-            in_use = [here.q_used.at[q_slot]]
-            if dv is not None:
-                in_use.append(here.grad_used.at[grad_slot])
-            if self.dq is not None and DK_LAST:
                 self.add_dq(i - 1, before=lambda: plgpu.wgmma(dk, ds, q_tile))
-                plgpu.wgmma_wait(0)
-                for used in in_use:
-                    plgpu.barrier_arrive(used)
-                return
-            if dk is not None:
+            elif dk is not None:
                 plgpu.wgmma(dk, ds, q_tile)
-            if self.dq is not None:
-                self.add_dq(i - 1, in_use=in_use)
-            else:
-                plgpu.wgmma_wait(0)
-                for used in in_use:
-                    plgpu.barrier_arrive(used)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(here.q_used.at[q_slot])
+            if dv is not None:
+                plgpu.barrier_arrive(here.grad_used.at[grad_slot])
 
         tile = plgpu.ACC((64, TILE_Q), jnp.float32)
         pl.run_scoped(issue, *([tile] if dk is None else [tile, tile]))
@@ -407,11 +395,10 @@ class _OfKeys:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.here.ds_made.at[slot])
 
-    def add_dq(self, i, *, in_use=(), before=None):
+    def add_dq(self, i, *, before=None):
         """Adds this warpgroup's columns of dq of the ith step (-1: zeros, to those of step 0).
 
-        in_use: barriers of what products before this one read. before: issues a product that runs
-        while this one is added.
+        before: issues a product that runs while this one is added.
         """
         here, (row, _, _) = self.here, self.operands.place()
         head, tile = self.step_of(jnp.maximum(i, 0))
@@ -424,14 +411,10 @@ class _OfKeys:
 
         def product(ref):
             plgpu.wgmma(ref, here.ds_tiles.at[slot].transpose((1, 0)), here.k_tile.at[:, columns])
-            if in_use:
-                plgpu.wgmma_wait(1)
-            for used in in_use:
-                plgpu.barrier_arrive(used)
-            if before is not None:
-                before()
-                return plgpu.wgmma_accumulator_load(ref, wait_n=1)
-            return ref[...]
+            if before is None:
+                return ref[...]
+            before()
+            return plgpu.wgmma_accumulator_load(ref, wait_n=1)
 
         dq = pl.run_scoped(product, plgpu.ACC((num_queries, num_columns), jnp.float32))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

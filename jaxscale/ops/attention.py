@@ -28,9 +28,6 @@ KERNELS: dict[Attention, ModuleType] = {
     Attention.XLA: xla_attention,
 }
 
-# There our kernel has not been timed beside cuDNN's (docs/kernels.md), and runs where that cannot.
-HEAD_SIZES_FOR_CUDNN_FIRST = (256,)
-
 # Scores of a row and layer, in float32: 8 GiB at 32 heads and 8192 tokens.
 MAX_QUADRATIC_SEQ_LEN_ON_GPU = 2048
 
@@ -71,8 +68,6 @@ def choose(
             )
         return KERNELS[wanted]
     kernels = [kernel for kernel in KERNELS.values() if not (in_parts and kernel.HIDES_NOTHING)]
-    if q_BSNH.shape[-1] in HEAD_SIZES_FOR_CUDNN_FIRST:
-        kernels.sort(key=[cudnn_attention, flash_attention, xla_attention].index)
     reasons = {kernel: reason_against(kernel) for kernel in kernels}
     chosen = next(kernel for kernel, reason in reasons.items() if reason is None)
     others = "; ".join(reason for reason in reasons.values() if reason)

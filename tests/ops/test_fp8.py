@@ -213,6 +213,7 @@ def read_once(monkeypatch):
         return quantize.reference(x, dtype, **how)
 
     monkeypatch.setattr(quantize, "device_supported", lambda *_: None)
+    monkeypatch.setattr(fp8, "READ_ONCE", (Recipe.FP8_BLOCKWISE, Recipe.FP8_TENSORWISE))
     monkeypatch.setattr(quantize, "quantize", quantized)
     return asked
 

@@ -121,7 +121,8 @@ def quantise(x, dtype, *, runs: tuple[int, ...]) -> Quantised:
 
 def quantise_with(scale, x, *, dtype) -> Quantised:
     """x divided by `scale`, which brings it into dtype's range, and rounded to nearest."""
-    wide, inverse = x.astype(jnp.float32), 1 / scale
+    # A stage that has nothing to do reads scales that nobody wrote: zeros.
+    wide, inverse = x.astype(jnp.float32), jnp.where(scale == 0, 0, 1 / scale)
     runs = tuple(size // few for size, few in zip(x.shape, scale.shape, strict=True))
     if are_whole(runs, x.shape):
         return Quantised((wide * inverse).astype(dtype), scale)

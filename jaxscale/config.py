@@ -119,12 +119,14 @@ class Recipe(enum.StrEnum):
     """In which numbers the layers' products with weights are made; `ops/fp8.py` has the arithmetic.
 
     DTYPE: config.dtype. FP8_TENSORWISE: 8 bits, one scale for all of an operand that a device has.
+    FP8_DELAYED: 8 bits, one scale, of the largest values of the updates before.
     FP8_ROWWISE: 8 bits, one scale for each row, and for each column of the other operand.
     FP8_BLOCKWISE: 8 bits, one scale for each 128 values of a sum, and each 128 x 128 of a weight.
     """
 
     DTYPE = "dtype"
     FP8_TENSORWISE = "fp8_tensorwise"
+    FP8_DELAYED = "fp8_delayed"
     FP8_ROWWISE = "fp8_rowwise"
     FP8_BLOCKWISE = "fp8_blockwise"
 
@@ -132,7 +134,7 @@ class Recipe(enum.StrEnum):
 class Float8(enum.StrEnum):
     """e4m3 has 3 bits of mantissa and 18 binades of range, e5m2 2 bits and 32 binades.
 
-    AUTO: what the recipe's sources take, e5m2 with tensorwise scales and e4m3 with finer ones.
+    AUTO: what the recipe's sources take, e5m2 with one scale and e4m3 with finer ones.
     """
 
     AUTO = "auto"
@@ -266,6 +268,10 @@ class PrecisionConfig:
     gradients: Float8 = Float8.AUTO
     # Whether the weights' own gradients are made in 8 bits too, or in config.dtype.
     weight_gradients: bool = True
+    # With fp8_delayed: a scale is for the largest value of so many updates, and so many powers of
+    # two above it.
+    history: int = number(least=1, most=1024, default=16)
+    margin: int = number(least=0, most=16, default=0)
     # On devices without such products: the same numbers, slowly.
     emulate: bool = False
     # Steps between looks at what rounding loses, in the workdir's rounding.jsonl; 0: none. Each is
@@ -581,6 +587,15 @@ def _validate_precision(config: Config) -> None:
         fix=f"gradients of config.dtype={config.dtype.value!r} are not summed in less; set it to "
         "'bfloat16', or config.dtype='float16'",
     )
+    for key in ("history", "margin"):
+        value = getattr(precision, key)
+        _require(
+            precision.recipe == Recipe.FP8_DELAYED or value == getattr(PrecisionConfig(), key),
+            f"precision.{key}",
+            value=value,
+            fix=f"config.precision.recipe={precision.recipe.value!r} has no scales of updates "
+            "before; leave it out, or set config.precision.recipe='fp8_delayed'",
+        )
     every = precision.statistics_every
     _require(
         not every or precision.recipe != Recipe.DTYPE,

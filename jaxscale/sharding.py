@@ -415,35 +415,27 @@ def product_of_parts(product: Callable, operands, *, subscripts: str, specs, out
         jax.tree.map(lambda leaf, spec=spec: spec_of(leaf, spec), operand)
         for operand, spec in zip(operands, specs, strict=True)
     )
-    manual = _manual_axes()
-    mapped = jax.shard_map(
-        local,
-        axis_names=set(_minus(jax.sharding.get_abstract_mesh().axis_names, manual)),
-        in_specs=all_specs,
-        out_specs=made,
-        check_vma=not manual,
-    )
-    y = mapped(*jax.tree.map(_placed, tuple(operands), all_specs))
+    y = map_parts(local, operands, specs=all_specs, out=made)
     return y if made == out else _placed(y, out)
 
 
-def of_parts(function: Callable, x, *, spec: PartitionSpec):
-    """`function(x)` on each device's own part of x: a pytree of arrays whose dimensions are x's.
+def map_parts(function: Callable, operands, *, specs, out):
+    """`function(*operands)` on each device's own parts, split by PartitionSpecs.
 
-    For what products of parts take in a form of a device's own (`product_of_parts`), and take
-    twice. spec: how x is split, and so are the results, of which a device may have any size.
+    specs: trees of them like the operands; out: of the result. For arrays that a device has in a
+    form of its own; `shard_map` takes logical axes. Plain `function` outside `use`.
     """
     if _mode() is None:
-        return function(x)
+        return function(*operands)
     manual = _manual_axes()
     mapped = jax.shard_map(
         function,
         axis_names=set(_minus(jax.sharding.get_abstract_mesh().axis_names, manual)),
-        in_specs=(spec,),
-        out_specs=spec,
+        in_specs=tuple(specs),
+        out_specs=out,
         check_vma=not manual,
     )
-    return mapped(_placed(x, spec))
+    return mapped(*jax.tree.map(_placed, tuple(operands), tuple(specs)))
 
 
 def _scattered(subscripts: str, specs, *, out: PartitionSpec) -> PartitionSpec:

@@ -34,13 +34,17 @@ def scale_of(amax, dtype):
 
     amax, and the result: float32. NaN where amax is not finite.
     """
+    scale = jnp.ldexp(jnp.float32(1), exponent_of(amax, dtype))
+    return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
+
+
+def exponent_of(amax, dtype):
+    """Of that power of two, int32."""
     # amax = mantissa * 2**exponent, and so is the most that dtype holds (448 or 57344).
     mantissa, exponent = jnp.frexp(amax)
     most_mantissa, most_exponent = math.frexp(float(jnp.finfo(dtype).max))
     exponent = exponent - most_exponent + (mantissa > most_mantissa).astype(jnp.int32)
-    exponent = jnp.clip(exponent, LEAST_EXPONENT, MOST_EXPONENT)
-    scale = jnp.ldexp(jnp.float32(1), exponent)
-    return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
+    return jnp.clip(exponent, LEAST_EXPONENT, MOST_EXPONENT)
 
 
 def device_supported(platform: str, compute_capability: str) -> str | None:

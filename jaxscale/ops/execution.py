@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.config import Attention, Balance, Dtype, Exchange, Remat
+from jaxscale.ops.delayed import Meters
 from jaxscale.ops.fp8 import Fp8
 
 
@@ -18,6 +19,8 @@ class Execution:
     reduce_dtype: Dtype = Dtype.BFLOAT16
     # Which products with weights are made in 8 bits; None: none.
     fp8: Fp8 | None = None
+    # Of the layer that runs, with delayed scales; put in by `ops/layers.py`.
+    meters: Meters = dataclasses.field(default_factory=lambda: Meters({}), compare=False)
     remat: Remat = Remat.NONE
     # So many of a stack's layers, the first ones, take `remat.leaner`, where all are unrolled.
     leaner_layers: int = 0

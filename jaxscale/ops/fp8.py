@@ -1,7 +1,8 @@
 """8-bit floating-point operands of products: how they are scaled, and the product of two.
 
 Sources: FP8 Formats for Deep Learning (Micikevicius et al. 2022, arXiv:2209.05433); tensorwise and
-rowwise current scaling as in torchao; blockwise as in DeepSeek-V3 (arXiv:2412.19437, 3.3).
+rowwise current scaling as in torchao; blockwise as in DeepSeek-V3 (arXiv:2412.19437, 3.3). What is
+scaled by the updates before is in `ops/delayed.py`.
 
 Scales are powers of two. A value then keeps its three (e4m3) or two (e5m2) bits of mantissa
 whatever the scale is, unless it is so small beside the largest that it leaves the range. So devices
@@ -35,6 +36,9 @@ MULTIPLE = 16
 # launches are outside of CUDA graphs, with no transfer beside them. Rowwise, a row has to be read
 # to its end before its first value can be rounded.
 READ_ONCE: tuple[Recipe, ...] = (Recipe.FP8_BLOCKWISE,)
+
+# With one scale for all of an operand.
+TENSORWISE = (Recipe.FP8_TENSORWISE, Recipe.FP8_DELAYED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,8 +74,7 @@ def fp8_of(config: PrecisionConfig) -> Fp8 | None:
         return None
     gradient = config.gradients
     if gradient == Float8.AUTO:
-        is_tensorwise = config.recipe == Recipe.FP8_TENSORWISE
-        gradient = Float8.E5M2 if is_tensorwise else Float8.E4M3
+        gradient = Float8.E5M2 if config.recipe in TENSORWISE else Float8.E4M3
     return Fp8(
         recipe=config.recipe,
         names=config.weights,
@@ -182,7 +185,7 @@ def runs_of(
     inputs, result = subscripts.split("->")
     letters = inputs.split(",")[operand]
     sizes = dict(zip(letters, shape, strict=True))
-    if recipe == Recipe.FP8_TENSORWISE:
+    if recipe in TENSORWISE:
         return shape
     kept, summed = ([dim for dim in letters if (dim in result) == is_kept] for is_kept in (1, 0))
     if recipe == Recipe.FP8_ROWWISE:
@@ -278,7 +281,7 @@ def product(
         precision=jax.lax.Precision.HIGHEST if is_accurate else jax.lax.Precision.DEFAULT,
         preferred_element_type=out_dtype,
     )
-    if recipe == Recipe.FP8_TENSORWISE:
+    if recipe in TENSORWISE:
         # XLA makes one product of operands in 8 bits of it, which undoes both scales as it writes.
         y = multiply(_wide(lhs), _wide(rhs))
     else:

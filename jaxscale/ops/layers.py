@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import sharding as shd
 from jaxscale.config import Remat
-from jaxscale.ops import halves
+from jaxscale.ops import delayed, halves
 from jaxscale.ops.documents import Documents
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.linear import GATHERED, SCALES, gathered
@@ -231,6 +231,8 @@ def _layer(block: Block, execution: Execution):
         weights = jax.tree.map(
             lambda leaf: _cut(leaf) if _is_row(leaf) else leaf, weights, is_leaf=_is_row
         )
+        weights, meters = delayed.taken_out(weights)
+        mine = dataclasses.replace(execution, meters=meters)
         weights = map_axes(lambda axes: axes[1:], weights)
         weights = jax.tree.map(
             lambda leaf: _landed(leaf, execution) if isinstance(leaf, Parted) else leaf,
@@ -238,9 +240,9 @@ def _layer(block: Block, execution: Execution):
             is_leaf=lambda leaf: isinstance(leaf, Parted),
         )
         if execution.async_tensor:
-            x, aux = _in_halves(block, x, weights=weights, shared=shared, execution=execution)
+            x, aux = _in_halves(block, x, weights=weights, shared=shared, execution=mine)
         else:
-            x, aux = block(x, weights, shared, execution)
+            x, aux = block(x, weights, shared, mine)
         return x, aux | ({FINITE: is_finite(x)} if execution.watches_finite else {})
 
     return layer

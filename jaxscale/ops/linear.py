@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import sharding as shd
 from jaxscale.config import Recipe
-from jaxscale.ops import fp8
+from jaxscale.ops import delayed, fp8
 from jaxscale.ops.execution import Execution
 
 # Weights gathered over fsdp bear this name, for a remat policy that keeps them.
@@ -221,11 +221,13 @@ def _in_8_bits(
     """x times the weight; this product and those of its gradients by `fp8.product` on each device.
 
     A device scales activations and gradients by what it has itself, since no sum mixes those of two
-    devices before scales are undone. A weight's scale is that of all its shards, so that they can
-    be gathered in 8 bits.
+    devices before scales are undone; or, delayed, by what all had before. A weight's scale is that
+    of all its shards, so that they can be gathered in 8 bits.
     """
     how, wide = execution.fp8, execution.gradient_dtype
     assert how is not None
+    dtype = x.dtype
+    meter = execution.meters.of(name, x=x) if how.recipe == Recipe.FP8_DELAYED else None
     x_dims, weight_dims, y_dims = _dims(subscripts)
     to_x, to_weight = f"{y_dims},{weight_dims}->{x_dims}", f"{x_dims},{y_dims}->{weight_dims}"
     x_spec = _as_it_came(x, specs.x)
@@ -273,24 +275,44 @@ def _in_8_bits(
             tell("gradient", before=part, after=straight)
             return straight, turned
 
-        return shd.of_parts(on_device, grad, spec=specs.y)
+        return shd.map_parts(on_device, (grad,), specs=(specs.y,), out=specs.y)
 
     def multiply(x, weight):
         return on_each_device(
             subscripts,
             (x, weight),
             dtypes=(fp8.FORWARD, fp8.FORWARD),
-            out_dtype=x.dtype,
+            out_dtype=dtype,
             specs=(specs.x, specs.weight),
             out=specs.y,
         )
+
+    def taken(operand, which: int, *, meter, spec: P):
+        """As products take it, which round it themselves, or rounded; its largest values."""
+        if meter is None:
+            return operand, None
+        to = (fp8.FORWARD, how.gradient_dtype)[which]
+
+        def local(operand, factor):
+            rounded, amax = delayed.quantise(operand, factor, dtype=to)
+            tell(("x", "gradient")[which], before=operand, after=rounded)
+            return *rounded, amax
+
+        values, scale, amax = shd.map_parts(
+            local,
+            (operand, meter.factors[which]),
+            specs=(spec, P()),
+            out=(spec, P(), P(_free_axes())),
+        )
+        # A number, kept by every policy: nothing is read for it again.
+        return fp8.Quantised(values, scale), checkpoint_name(amax, SCALES)
 
     def quantised(stored, subscripts: str) -> fp8.Quantised:
         """As the second operand of this product.
 
         Out of x's dtype, as stages hold weights: so every layout has the same values.
         """
-        stored = _values_of(stored).astype(x.dtype)
+        stored = _values_of(stored).astype(dtype)
         runs = fp8.runs_of(subscripts, 1, shape=stored.shape, recipe=how.recipe, is_weight=True)
         scale, here = _scales(stored, runs=runs)
         part = fp8.quantise_with(here, stored, dtype=fp8.FORWARD)
@@ -298,22 +320,31 @@ def _in_8_bits(
         return fp8.Quantised(_named(_values_of(gather(part.values))), scale)
 
     @jax.custom_vjp
-    def product(x, stored):
+    def product(x, stored, meter):
+        x, _ = taken(x, delayed.X, meter=meter, spec=specs.x)
         return multiply(x, quantised(stored, subscripts))
 
-    def forward(x, stored):
+    def forward(x, stored, meter):
         weight = quantised(stored, subscripts)
         is_shared = how.recipe != Recipe.FP8_ROWWISE
-        return multiply(x, weight), (x, weight if is_shared else quantised(stored, to_x), stored)
+        rounded, amax = taken(x, delayed.X, meter=meter, spec=specs.x)
+        return multiply(rounded, weight), (
+            rounded if how.weight_gradients else x,
+            amax,
+            weight if is_shared else quantised(stored, to_x),
+            stored,
+            meter,
+        )
 
     def backward(residuals, grad):
-        x, weight, stored = residuals
-        straight, turned = rounded_both_ways(grad)
+        x, amax, weight, stored, meter = residuals
+        rounded, of_gradient = taken(grad, delayed.GRADIENT, meter=meter, spec=specs.y)
+        straight, turned = rounded_both_ways(rounded)
         dx = on_each_device(
             to_x,
             (straight, weight),
             dtypes=(how.gradient_dtype, fp8.FORWARD),
-            out_dtype=x.dtype,
+            out_dtype=dtype,
             specs=(specs.y, specs.weight),
             out=x_spec,
         )
@@ -329,10 +360,29 @@ def _in_8_bits(
             )
         else:
             dweight = _weight_gradient(subscripts, x, weight=whole, grad=grad, out=out, wide=wide)
-        return dx, *pull(dweight)
+        return dx, *pull(dweight), _metered(amax, of_gradient, how=how, meter=meter)
 
     product.defvjp(forward, backward)
-    return shd.constrain(product(x, stored), out)
+    return shd.constrain(product(x, stored, meter), out)
+
+
+def _free_axes() -> tuple[str, ...]:
+    """All mesh axes that are not manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
+
+
+def _metered(amax, of_gradient, *, how: fp8.Fp8, meter: delayed.Meter | None):
+    """The gradient of the meter."""
+    if meter is None:
+        return None
+    dtypes = fp8.FORWARD, how.gradient_dtype
+    if (spec := fp8.spec_of(of_gradient)) is not None:
+        # What a stage has kept is no longer known to be split, if that is over axes of size 1.
+        amax = jax.sharding.reshard(amax, spec)
+    counts = delayed.counts_of(amax, of_gradient_N=of_gradient, dtypes=dtypes)
+    counts = counts.astype(meter.counts_N2E.dtype)
+    return delayed.Meter(jax.tree.map(jnp.zeros_like, meter.factors), counts)
 
 
 def _scales(stored, *, runs: tuple[int, ...]):

@@ -28,6 +28,7 @@ from jaxscale.perf.processes import FailedError
 from jaxscale.perf.provenance import provenance
 from jaxscale.perf.records import RATE, Record
 from jaxscale.perf.variants import Variant, config_of
+from jaxscale.step import delayed
 from jaxscale.step.feed import device_batches
 from jaxscale.step.plan import Plan, corpus_of_run, plan_of_run
 from jaxscale.step.state import init_state
@@ -130,8 +131,9 @@ def _excess(update: fit.CompiledUpdate) -> str | None:
 
 
 def have_one_state(plan: Plan, first: Plan) -> bool:
-    """Whether the two can go on from the same state."""
-    return jax.tree.flatten(plan.state) == jax.tree.flatten(first.state)
+    """Whether the two can go on from the same state; each has largest values of its own."""
+    here, there = (each.state._replace(amax=()) for each in (plan, first))
+    return jax.tree.flatten(here) == jax.tree.flatten(there)
 
 
 # Before anything is measured.
@@ -276,6 +278,9 @@ class Contest:
         self._left_out = left_out
         self._plan = next(iter(timed.values())).update.plan
         self._state: Any = init_state(self._plan)
+        # Each variant has its own, () where scales are not delayed.
+        plans = {name: each.update.plan for name, each in timed.items()}
+        self._amax = {name: delayed.begin(plan.state.amax) for name, plan in plans.items()}
 
     def warm_up(self, batches: Batches) -> None:
         """A first execution of each sets up communication and CUDA graphs."""
@@ -331,12 +336,15 @@ class Contest:
             return None
 
     def _run(self, timed: Timed, batches: list[Batch]) -> float:
+        name = timed.variant.name
+        self._state = self._state._replace(amax=self._amax[name])
         began = time.perf_counter()
         for number, batch in enumerate(batches, 1):
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 self._state, metrics = timed.update(self._state, batch)
         jax.block_until_ready((self._state, metrics))
         seconds = (time.perf_counter() - began) / len(batches)
+        self._amax[name] = self._state.amax
         timed.loss = float(metrics["loss"])
         # NaNs are refused at once: sums over them take less power than real ones, and all that
         # follow on this state would have them.

@@ -20,7 +20,7 @@ from jaxscale.ops.fp8 import fp8_of
 from jaxscale.ops.layers import LAYERS
 from jaxscale.parallel import choice
 from jaxscale.parallel.choice import Pipeline
-from jaxscale.step import layout, loss_scale
+from jaxscale.step import delayed, layout, loss_scale
 from jaxscale.step.state import TrainState, split_model, to_flat
 from jaxscale.xla import options
 
@@ -107,13 +107,19 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
     shardings = functools.partial(shd.shardings, mesh=mesh, rules=rules)
     split_shardings = functools.partial(shd.shardings, mesh=mesh, rules=split)
     opt_axes = config.optim.state_axes(abstract.opt_state, params=abstract.params)
+    params, frozen = shardings(abstract.params), shardings(abstract.frozen)
     state_shardings = TrainState(
         step=shardings(abstract.step),
-        params=shardings(abstract.params),
-        frozen=shardings(abstract.frozen),
+        params=params,
+        frozen=frozen,
         extra=shardings(abstract.extra),
         opt_state=split_shardings(abstract.opt_state, opt_axes),
         loss_scale=shardings(abstract.loss_scale),
+        amax=delayed.shardings(
+            abstract.amax,
+            to_flat(params) | to_flat(frozen),
+            num_leading=len(pipeline.placement.lead) if pipeline else 1,
+        ),
     )
     update_shardings = split_shardings(abstract.params)
     device = devices[0]
@@ -159,12 +165,19 @@ def _abstract_state(
     hold = pipeline.placement.hold if pipeline else lambda tree: tree
     graphdef, frozen, params, extra = split_model(model, frozen=config.frozen)
     _check_frozen(config.frozen, params=params, frozen=frozen)
-    _check_weights(config.precision.weights, model)
+    stacked = _stacked(model)
+    _check_weights(config.precision.weights, stacked)
     params, frozen = (jax.eval_shape(hold, tree) for tree in (params, frozen))
     opt_state = jax.eval_shape(optimizer.init, params)
     step = jax.ShapeDtypeStruct((), jnp.int32)
     scale = jax.eval_shape(lambda: loss_scale.init(config))
-    return graphdef, TrainState(step, params, frozen, extra, opt_state, scale)
+    weights = to_flat(params) | to_flat(frozen)
+    amax = delayed.histories_of(
+        {name: weights[name] for name in stacked},
+        config=config.precision,
+        num_leading=len(pipeline.placement.lead) if pipeline else 1,
+    )
+    return graphdef, TrainState(step, params, frozen, extra, opt_state, scale, amax)
 
 
 def _check_frozen(names: tuple[str, ...], *, params, frozen) -> None:
@@ -202,13 +215,17 @@ def _check_precision(config: Config, device: Any) -> None:
         )
 
 
-def _check_weights(names: tuple[str, ...], model) -> None:
-    """Raises ValueError for a part of a name that no weight of a layer has."""
-    stacked = [
+def _stacked(model) -> list[str]:
+    """The names of the layers' weights, as in the state."""
+    return [
         ".".join(map(str, path))
         for path, box in nnx.to_flat_state(nnx.state(model, nnx.Param))
         if (axes := shd.axes_of(box)) and axes[0] == LAYERS and "embed" in axes
     ]
+
+
+def _check_weights(names: tuple[str, ...], stacked: list[str]) -> None:
+    """Raises ValueError for a part of a name that no weight of a layer has."""
     for name in names:
         if not any(name in path for path in stacked):
             raise ValueError(

@@ -94,7 +94,9 @@ def replay_sums(state: TrainState, batch: Batch, *, plan: Plan):
     """
     num_tokens = count_tokens(batch)
     if plan.pipeline is not None:
-        loss, gradients = stages.loss_and_gradients(state, batch, plan=plan, num_tokens=num_tokens)
+        _, loss, gradients = stages.loss_and_gradients(
+            state, batch, plan=plan, num_tokens=num_tokens
+        )
         seen = []
     else:
         _, loss, gradients, of_outputs = loss_and_gradients(

@@ -15,35 +15,37 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import sharding as shd
 from jaxscale.data.batch import Batch
+from jaxscale.ops.delayed import Factors
 from jaxscale.ops.layers import layers_of, map_axes
 from jaxscale.parallel import pipeline
 from jaxscale.parallel.layer_store import STAGE, on_own_part
 from jaxscale.parallel.schedules import Table
-from jaxscale.step import loss_scale
+from jaxscale.step import delayed, loss_scale
 from jaxscale.step.loss import cross_entropy_of, documents_of_batch
 from jaxscale.step.plan import Plan, plan_of_run
 from jaxscale.step.relayout import Relayout
-from jaxscale.step.state import TrainState, from_flat, to_flat
+from jaxscale.step.state import TrainState, from_flat, metered, to_flat
 
 
 def loss_and_gradients(state: TrainState, batch: Batch, *, plan: Plan, num_tokens):
-    """(loss, gradients like the parameters), over all microbatches of the batch.
+    """(counts, loss, gradients like the parameters), over all microbatches of the batch.
 
-    With float16 both are multiplied by the loss scale.
+    With float16 the latter two are multiplied by the loss scale. counts: for `delayed.after`.
     """
     assert plan.pipeline is not None
     table = plan.pipeline.table(batch.tokens.shape[0])
 
-    def on_stage(params, frozen, batch, scale):
-        split = _Split(params, frozen, plan=plan)
+    def on_stage(params, frozen, meters, batch, scale):
+        split = _Split(params, frozen, meters=meters, plan=plan)
         parts = split.parts(
             lambda loss: loss * scale,
             z_loss=plan.config.z_loss,
             enlarged=loss_scale.of_logits(scale, by=state.loss_scale),
         )
         loss, weights, outer = split.run(parts, batch, table=table)
-        gradients = jax.tree.map(added_up, split.gradients(weights, outer), plan.update_shardings)
-        return jax.lax.psum(loss, axes), gradients
+        gradients, counts = split.gradients(weights, outer)
+        gradients = jax.tree.map(added_up, gradients, plan.update_shardings)
+        return counts, jax.lax.psum(loss, axes), gradients
 
     def added_up(gradient, sharding):
         """Over the axes that split rows; in parts where one of them splits what is optimised."""
@@ -64,9 +66,11 @@ def loss_and_gradients(state: TrainState, batch: Batch, *, plan: Plan, num_token
     scale = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
     scale = loss_scale.scaled(scale, by=state.loss_scale)
     specs = jax.tree.map(lambda s: _only(s.spec, (STAGE, *axes)), plan.update_shardings)
-    mapped = _on_stages(on_stage, plan, more=(BATCH, P()), out_specs=(P(), specs))
-    loss, gradients = mapped(state.params, state.frozen, batch, scale)
-    return loss, shd.constrain(gradients, plan.update_shardings)
+    meters = _meters(state, plan)
+    of_counts = _meter_specs(plan)["counts"]
+    mapped = _on_stages(on_stage, plan, more=(BATCH, P()), out_specs=(of_counts, P(), specs))
+    counts, loss, gradients = mapped(state.params, state.frozen, meters, batch, scale)
+    return counts, loss, shd.constrain(gradients, plan.update_shardings)
 
 
 def held_out_loss(state: TrainState, batch: Batch, *, plan: Plan):
@@ -74,13 +78,22 @@ def held_out_loss(state: TrainState, batch: Batch, *, plan: Plan):
     assert plan.pipeline is not None
     table = plan.pipeline.table(batch.tokens.shape[0], is_training=False)
 
-    def on_stage(params, frozen, batch):
-        split = _Split(params, frozen, plan=plan)
+    def on_stage(params, frozen, meters, batch):
+        split = _Split(params, frozen, meters=meters, plan=plan)
         loss = split.run(split.parts(lambda loss: loss, z_loss=0.0), batch, table=table)[0]
         return jax.lax.psum(loss, row_axes(plan))
 
+    meters = _meters(state, plan)
     mapped = _on_stages(on_stage, plan, more=(BATCH,), out_specs=P())
-    return mapped(state.params, state.frozen, batch)
+    return mapped(state.params, state.frozen, meters, batch)
+
+
+def _meters(state: TrainState, plan: Plan) -> dict[str, dict]:
+    """The factors of an update, and what its largest values are counted in."""
+    return dict(
+        factors=delayed.factors(state.amax, config=plan.config),
+        counts=delayed.zero_counts(plan),
+    )
 
 
 def row_axes(plan: Plan) -> tuple[str, ...]:
@@ -91,6 +104,19 @@ def row_axes(plan: Plan) -> tuple[str, ...]:
         axis
         for axis in plan.rules.mesh_axes("batch")
         if plan.mesh.shape[axis] > 1 and axis not in taken
+    )
+
+
+def _meter_specs(plan: Plan) -> dict[str, dict]:
+    """How the manual axes split `_meters`."""
+    manual = (STAGE, *row_axes(plan))
+    of_layers = {
+        name: _only(leaf.sharding.spec, manual) for name, leaf in dict(plan.state.amax).items()
+    }
+    of_counts = delayed.count_shardings(plan)
+    return dict(
+        factors={name: Factors(spec, spec) for name, spec in of_layers.items()},
+        counts={name: _only(sharding.spec, manual) for name, sharding in of_counts.items()},
     )
 
 
@@ -105,6 +131,7 @@ def _on_stages(function: Callable, plan: Plan, *, more: tuple, out_specs):
         jax.tree.map(lambda leaf: _only(leaf.sharding.spec, manual), tree)
         for tree in (plan.state.params, plan.state.frozen)
     ]
+    specs.append(_meter_specs(plan))
     of_batch = P(None, axes) if axes else P()
     in_specs = *specs, *(of_batch if spec == BATCH else spec for spec in more)
     # check_vma: jax has none around the shard_maps of kernels (0.10.2 and 0.11.2).
@@ -150,9 +177,10 @@ def without_stages(state: TrainState, plan: Plan) -> tuple[TrainState, Plan]:
 class _Split:
     """A stage's parameters, as those of its layers and the others."""
 
-    def __init__(self, params, frozen, *, plan: Plan):
+    def __init__(self, params, frozen, *, meters: dict[str, dict], plan: Plan):
         assert plan.pipeline is not None
-        self._plan, self._frozen = plan, frozen
+        self._plan, self._meters = plan, meters
+        self._frozen = metered(frozen, **meters)
         self._placement = plan.pipeline.placement
         self._params, self._tree = jax.tree.flatten(params)
         (self._stack,) = self._model(self._params).stacks()
@@ -160,7 +188,7 @@ class _Split:
         self._outer = [i for i, leaf in enumerate(self._params) if id(leaf) not in stacked]
 
     def _model(self, params: list):
-        params = jax.tree.unflatten(self._tree, params)
+        params = metered(jax.tree.unflatten(self._tree, params), **self._meters)
         return nnx.merge(self._plan.graphdef, self._frozen, params)
 
     def _model_with(self, outer: list):
@@ -223,13 +251,14 @@ class _Split:
         return jax.tree.map(lambda leaf: leaf.astype(self._plan.execution.dtype), box)
 
     def gradients(self, weights, outer: list):
-        """Like the parameters. What is held fixed gets none."""
+        """Like the parameters, and like the counts. What is held fixed gets none."""
         if self._placement.num_chunks == 1:
             weights = jax.tree.map(lambda leaf: leaf[0], weights)
         ours = jax.tree.leaves(self._stack.weights)
         found = {id(leaf): g for leaf, g in zip(ours, jax.tree.leaves(weights), strict=True)}
         found |= {id(self._params[i]): g for i, g in zip(self._outer, outer, strict=True)}
-        return jax.tree.unflatten(self._tree, [found[id(leaf)] for leaf in self._params])
+        gradients = jax.tree.unflatten(self._tree, [found[id(leaf)] for leaf in self._params])
+        return gradients, jax.tree.map(lambda leaf: found[id(leaf)], self._meters["counts"])
 
 
 def _is_variable(box) -> bool:

@@ -1,13 +1,15 @@
 """What a run carries from update to update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale.step import loss_scale
+from jaxscale.ops.delayed import Metered
+from jaxscale.ops.layers import Parted
+from jaxscale.step import delayed, loss_scale
 from jaxscale.step.relayout import Relayout, on_auto_axes
 
 
@@ -16,7 +18,7 @@ class TrainState(NamedTuple):
 
     params: trained. frozen: parameters that are held fixed, without gradient or optimiser state.
     extra: the model's other variables (scales, counters), carried and not trained. loss_scale: with
-    float16, else () (`step/loss_scale.py`).
+    float16, else () (`step/loss_scale.py`). amax: with delayed scales, else () (`step/delayed.py`).
     """
 
     step: Any
@@ -25,6 +27,7 @@ class TrainState(NamedTuple):
     extra: Any
     opt_state: Any
     loss_scale: Any = ()
+    amax: Any = ()
 
 
 def split_model(model: nnx.Module, *, frozen: tuple[str, ...] = ()) -> tuple[Any, Any, Any, Any]:
@@ -52,7 +55,8 @@ def init_state(plan) -> TrainState:
         params, frozen, extra = weights(key)
         opt_state = plan.optimizer.init(params)
         step, scale = jnp.zeros((), jnp.int32), loss_scale.init(plan.config)
-        return TrainState(step, params, frozen, extra, opt_state, scale)
+        amax = delayed.init(plan.state.amax)
+        return TrainState(step, params, frozen, extra, opt_state, scale, amax)
 
     # Outside of `use`: the partitioner splits the generation of the values by what the outputs
     # ask for.
@@ -63,7 +67,8 @@ def init_state(plan) -> TrainState:
     opt_state = jax.jit(plan.optimizer.init, out_shardings=shardings.opt_state)(params)
     scalars = jnp.zeros((), jnp.int32), loss_scale.init(plan.config)
     step, scale = jax.device_put(scalars, (shardings.step, shardings.loss_scale))
-    return TrainState(step, params, frozen, extra, opt_state, scale)
+    amax = delayed.begin(plan.state.amax)
+    return TrainState(step, params, frozen, extra, opt_state, scale, amax)
 
 
 def _laid_out(weights: Callable, key, *, plan):
@@ -103,6 +108,19 @@ def replaced(tree, values: dict[str, Any]):
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: values.get(_leaf_name(path), leaf), tree
     )
+
+
+def metered(tree, *, factors: Mapping[str, Any], counts: Mapping[str, Any]):
+    """A tree of parameters with `Metered` around those of these names."""
+
+    def metered(path, leaf):
+        name = _leaf_name(path)
+        return Metered(leaf, factors[name], counts[name]) if name in factors else leaf
+
+    def is_parted(leaf) -> bool:
+        return isinstance(leaf, Parted)
+
+    return jax.tree_util.tree_map_with_path(metered, tree, is_leaf=is_parted) if factors else tree
 
 
 def _leaf_name(path) -> str:

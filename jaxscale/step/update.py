@@ -15,10 +15,10 @@ from flax import nnx
 from jaxscale import sharding as shd
 from jaxscale.data.batch import Batch
 from jaxscale.models.decoder import Output, forward
-from jaxscale.step import layout, loss_scale, stages
+from jaxscale.step import delayed, layout, loss_scale, stages
 from jaxscale.step.loss import cross_entropy_of, documents_of_batch
 from jaxscale.step.plan import Plan
-from jaxscale.step.state import TrainState, replaced
+from jaxscale.step.state import TrainState, metered, replaced
 
 
 def update(
@@ -35,16 +35,19 @@ def update(
     element by element in the fusions of the optimiser, which read the old values anyway.
 
     With float16 also loss_scale, and overflow: 1 where a scaled gradient was too large, and the
-    scale may be lowered for it (`step/loss_scale.py`).
+    scale may be lowered for it (`step/loss_scale.py`). With delayed scales also saturated: how many
+    operands of the layers' products had values out of range (`step/delayed.py`).
     """
     num_tokens = count_tokens(batch)
     if plan.pipeline is None:
-        extra, loss, gradients, _ = loss_and_gradients(
+        (extra, counts), loss, gradients, _ = loss_and_gradients(
             state, batch, plan=plan, num_tokens=num_tokens
         )
     else:
         extra = state.extra
-        loss, gradients = stages.loss_and_gradients(state, batch, plan=plan, num_tokens=num_tokens)
+        counts, loss, gradients = stages.loss_and_gradients(
+            state, batch, plan=plan, num_tokens=num_tokens
+        )
     with jax.named_scope("optimizer"):
         gradients = loss_scale.unscaled(layout.summed(gradients, plan), by=state.loss_scale)
         grad_norm = optax.tree.norm(gradients)
@@ -57,6 +60,8 @@ def update(
             is_good &= loss <= loss_limit
         params, opt_state = _apply(gradients, state, plan=plan, is_good=is_good)
         extra = _chosen(is_good, extra, old=state.extra)
+        amax, of_amax = delayed.after(state.amax, counts, config=plan.config)
+        amax = _chosen(is_good, amax, old=state.amax)
         with jax.numpy_dtype_promotion("standard"):
             learning_rate = jnp.asarray(plan.schedule(_num_applied(state)), jnp.float32)
     metrics = dict(
@@ -66,8 +71,10 @@ def update(
         tokens=num_tokens,
         skipped=1 - is_good.astype(jnp.int32),
         **of_scale,
+        **of_amax,
     )
-    return TrainState(state.step + 1, params, state.frozen, extra, opt_state, scale), metrics
+    state = TrainState(state.step + 1, params, state.frozen, extra, opt_state, scale, amax)
+    return state, metrics
 
 
 def _next_scale(state: TrainState, loss, *, grad_norm, plan: Plan) -> tuple[Any, dict]:
@@ -91,20 +98,23 @@ def loss_and_gradients(
     num_tokens,
     observe: Callable[[Output], Any] = lambda output: (),
 ):
-    """(extra, loss, gradients, seen), the middle two summed over the microbatches.
+    """((extra, counts), loss, gradients, seen), all but extra and seen summed over microbatches.
 
-    With float16 both are multiplied by the loss scale.
+    With float16 loss and gradients are multiplied by the loss scale.
+    counts: of the operands' largest values, for `delayed.after`.
     seen: what `observe` makes of each microbatch's output, arrays [microbatches, ...].
     """
-    held = layout.hold(state.params, plan)
+    held, no_counts = layout.hold(state.params, plan), delayed.zero_counts(plan)
     loss_of = functools.partial(
         _loss, plan=plan, state=state, num_tokens=num_tokens, observe=observe
     )
 
     def sums_of(extra, microbatch):
-        of_held = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, (extra, seen)), gradients = of_held(held, extra, microbatch=microbatch)
-        return extra, (loss, layout.land(gradients, plan)), seen
+        of_held = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
+        (loss, (extra, seen)), (gradients, counts) = of_held(
+            held, no_counts, extra=extra, microbatch=microbatch
+        )
+        return extra, (counts, loss, layout.land(gradients, plan)), seen
 
     def add(carry, microbatch):
         (extra, total), (extra, sums, seen) = carry, sums_of(carry[0], microbatch)
@@ -114,9 +124,10 @@ def loss_and_gradients(
         extra, sums, seen = sums_of(state.extra, jax.tree.map(lambda x: x[0], batch))
         seen = jax.tree.map(lambda x: x[None], seen)
     else:
-        zeros = jnp.zeros((), jnp.float32), layout.zero_gradients(held, plan)
+        zeros = no_counts, jnp.zeros((), jnp.float32), layout.zero_gradients(held, plan)
         (extra, sums), seen = jax.lax.scan(add, (state.extra, zeros), batch)
-    return extra, *sums, seen
+    counts, loss, gradients = sums
+    return (extra, counts), loss, gradients, seen
 
 
 def held_out_loss(state: TrainState, batch: Batch, *, plan: Plan):
@@ -137,11 +148,19 @@ def count_tokens(batch: Batch) -> jax.Array:
 
 
 def _loss(
-    held, extra, *, microbatch: Batch, plan: Plan, state: TrainState, num_tokens, observe: Callable
+    held,
+    counts,
+    *,
+    extra,
+    microbatch: Batch,
+    plan: Plan,
+    state: TrainState,
+    num_tokens,
+    observe: Callable,
 ):
     """(the microbatch's part of the loss, (the new extra variables, what is observed))."""
     params = layout.read(held, state.params, plan=plan)
-    output = _forward(params, extra, plan=plan, state=state, batch=microbatch)
+    output = _forward(params, extra, counts=counts, plan=plan, state=state, batch=microbatch)
     share = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
     share = loss_scale.scaled(share, by=state.loss_scale)
     loss = cross_entropy_of(
@@ -156,10 +175,23 @@ def _loss(
     return loss, (replaced(extra, output.extra), observe(output))
 
 
-def _forward(params, extra, *, plan: Plan, state: TrainState, batch: Batch) -> Output:
-    model = nnx.merge(plan.graphdef, state.frozen, params, extra)
+def _forward(params, extra, *, plan: Plan, state: TrainState, batch: Batch, counts=None) -> Output:
+    model = model_of(state._replace(params=params, extra=extra), plan, counts=counts)
     documents = documents_of_batch(batch, plan)
     return forward(model, batch.tokens, documents=documents, execution=plan.execution)
+
+
+def model_of(state: TrainState, plan: Plan, *, counts=None):
+    """The model with the state's arrays, for a plan without stages.
+
+    counts: zeros that largest values are counted in, if they are asked for (`step/delayed.py`).
+    """
+    factors = delayed.factors(state.amax, config=plan.config)
+    counts = delayed.zero_counts(plan) if counts is None else counts
+    params, frozen = (
+        metered(tree, factors=factors, counts=counts) for tree in (state.params, state.frozen)
+    )
+    return nnx.merge(plan.graphdef, frozen, params, state.extra)
 
 
 def _apply(gradients, state: TrainState, *, plan: Plan, is_good):

@@ -27,7 +27,7 @@ from jaxscale.data.loader import Corpus
 from jaxscale.metrics.goodput import Goodput
 from jaxscale.metrics.writers import last_step
 from jaxscale.models.model_folder import ModelFolder
-from jaxscale.step import loss_scale, nonfinite
+from jaxscale.step import delayed, loss_scale, nonfinite
 from jaxscale.step.feed import device_batches
 from jaxscale.step.plan import Plan, corpus_of_run, plan_of_run
 from jaxscale.step.pretrained import open_pretrained, with_pretrained
@@ -254,7 +254,7 @@ class Run:
             return Relayout(saved, plan.lead, num_layers=self.config.model.num_layers)
 
         def asked(leaves: dict, metadata: dict):
-            there = loss_scale.for_checkpoint(wanted, leaves)
+            there = delayed.for_checkpoint(loss_scale.for_checkpoint(wanted, leaves), leaves)
             return relayout(metadata).as_saved(there, leaves)
 
         restored = self.checkpoints.restore(asked, before=before)
@@ -264,7 +264,8 @@ class Run:
         self.num_left_out = metadata.get(LEFT_OUT, 0)
         self.losses = metadata.get(LOSSES, [])
         flat = loss_scale.of_checkpoint(flat, wanted, config=self.config)
-        return from_flat(plan.state, relayout(metadata).as_wanted(flat, wanted)), step
+        flat = delayed.of_checkpoint(relayout(metadata).as_wanted(flat, wanted), wanted)
+        return from_flat(plan.state, flat), step
 
     def roll_back(
         self, state: TrainState, *, record: Recorder, batches: "Batches"

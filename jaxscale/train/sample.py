@@ -10,7 +10,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxscale import sharding as shd
 from jaxscale.config import Balance, Exchange
@@ -20,6 +19,7 @@ from jaxscale.ops.documents import documents_of
 from jaxscale.step.plan import Plan
 from jaxscale.step.stages import without_stages
 from jaxscale.step.state import TrainState
+from jaxscale.step.update import model_of
 
 # The window's length is rounded up to this: few lengths to compile.
 WINDOW_MULTIPLE = 128
@@ -65,7 +65,7 @@ def sample(plan: Plan, state: TrainState, *, prompt: np.ndarray, num_tokens: int
 
 
 def _continue(state, tokens_BS, *, key, plan: Plan, prompt_length: int, num_tokens: int):
-    model = nnx.merge(plan.graphdef, state.frozen, state.params, state.extra)
+    model = model_of(state, plan)
     temperature = plan.config.sample.temperature
     window = tokens_BS.shape[1]
     order_S = np.arange(window, dtype=np.int32)[_order_of(plan, window)]

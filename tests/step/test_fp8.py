@@ -1,12 +1,21 @@
 """Runs whose products are made in 8 bits: the same on every layout, and near those that are not."""
 
+import functools
 import re
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.step.conftest import in_8_bits, make_plan, small_config
+from jaxscale import sharding as shd
+from jaxscale.compile.fit import jit_update
+from jaxscale.ops.delayed import X
+from jaxscale.step.delayed import EMPTY
+from jaxscale.step.feed import device_batches
+from jaxscale.step.state import init_state, replaced
+from jaxscale.step.update import update
+from tests.step.conftest import arrays, in_8_bits, make_plan, small_config
 
 # A difference in the last bit of bfloat16 may turn a value over to its neighbour in 8 bits. After
 # five steps losses differ by up to 1.1e-4 of themselves on these meshes; after the first, Adam's
@@ -33,9 +42,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 CASES = [("fp8_tensorwise", layout) for layout in LAYOUTS]
 CASES += [("fp8_rowwise", layout) for layout in ("zero3", "tp sp")]
-CASES += [
-    ("fp8_blockwise", layout) for layout in LAYOUTS if layout not in ("zero2", "idle stages")
-]
+CASES += [("fp8_blockwise", layout) for layout in LAYOUTS if layout not in ("zero2", "idle stages")]
+# Where the largest values leave a backward pass: each kind of gradient, sum, loop and remat.
+DELAYED: dict[str, dict[str, Any]] = {
+    "zero1 none": dict(fsdp=8, zero=1, remat="none"),
+    "zero2 gemms_lean": dict(fsdp=8, zero=2, remat="gemms_lean", scan_unroll=2),
+    "auto full": dict(fsdp=8, axis_types="auto", remat="full", grad_accumulation=2),
+    "hsdp attention_mlp": LAYOUTS["lean hsdp"],
+    "context attention": LAYOUTS["context"] | dict(remat="attention"),
+    "idle stages": LAYOUTS["idle stages"],
+    "async": LAYOUTS["async"],
+}
 
 
 @pytest.mark.parametrize(("recipe", "layout"), CASES)
@@ -48,7 +65,89 @@ def test_a_layout_trains_like_one_device(run, layout, recipe):
         assert error < MOMENT_RTOL, name
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"])
+@pytest.mark.parametrize("layout", DELAYED)
+def test_histories_are_those_of_one_device(run, layout):
+    """As exponents: rounding may carry a largest value over to the next."""
+    alone = run(1, **in_8_bits("fp8_delayed"))
+    here = run(8, **in_8_bits("fp8_delayed"), **DELAYED[layout])
+    np.testing.assert_allclose(here.losses, alone.losses, rtol=LOSS_RTOL)
+    for name, value in alone.first_moments.items():
+        error = np.linalg.norm(here.first_moments[name] - value) / np.linalg.norm(value)
+        assert error < MOMENT_RTOL, name
+    names = [name for name in alone.final if name.startswith("amax.")]
+    assert len(names) == 5
+    for name in names:
+        mine, theirs = (each.final[name].astype(np.int32) for each in (here, alone))
+        is_known = theirs != EMPTY
+        assert is_known.all(axis=(0, 1)).tolist() == [True] * 5 + [False] * 11
+        assert ((mine != EMPTY) == is_known).all() and np.abs(mine - theirs).max() <= 1, name
+
+
+@pytest.fixture(scope="module")
+def stepped(rows):
+    """The plan of a small run, its compiled update, the state after two and the batch of a third.
+
+    `stepped()` gives (the state, a function of it and a limit of the loss).
+    """
+    plan = make_plan(small_config(**in_8_bits("fp8_delayed")), 1)
+    step, loader = jit_update(update, plan), device_batches(plan, rows, start=0)
+    batches = [next(loader) for _ in range(3)]
+    loader.close()
+
+    def advance(state, batch, limit=np.inf):
+        with shd.use(plan.mesh, plan.rules):
+            return step(state, batch, loss_limit=jnp.float32(limit))
+
+    def stepped():
+        state = init_state(plan)
+        for batch in batches[:2]:
+            state, _ = advance(state, batch)
+        return state, functools.partial(advance, batch=batches[2])
+
+    return stepped
+
+
+@pytest.mark.parametrize("why", ["a spike", "not finite"])
+def test_a_skipped_update_leaves_the_histories(stepped, why):
+    state, advance = stepped()
+    before = arrays(state.amax)
+    if why == "a spike":
+        state, metrics = advance(state, limit=1e-3)
+    else:
+        bad = replaced(state.params, {"norm": state.params["norm"][...].at[0].set(np.inf)})
+        state, metrics = advance(state._replace(params=bad))
+        assert not np.isfinite(metrics["loss"])
+    assert metrics["skipped"] == 1
+    for name, value in arrays(state.amax).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_what_is_not_finite_within_a_layer_reaches_the_loss(stepped):
+    state, advance = stepped()
+    scale = state.params["layers"]["mlp_norm"][...]
+    bad = replaced(state.params, {"layers.mlp_norm": scale.at[0, 3].set(np.inf)})
+    _, metrics = advance(state._replace(params=bad))
+    assert metrics["skipped"] == 1 and np.isnan(metrics["loss"])
+
+
+def test_a_scale_that_is_too_small_grows_and_is_counted(stepped):
+    """Of what goes into `down` in the second layer."""
+    state, advance = stepped()
+    history = np.array(state.amax["layers.down"])
+    _, usual = advance(state)
+    state, advance = stepped()
+    too_small = history[1, X].max() - 4
+    history[1, X] = too_small
+    amax = state.amax | {"layers.down": jnp.asarray(history)}
+    after, metrics = advance(state._replace(amax=amax))
+    assert metrics["saturated"] == usual["saturated"] + 1
+    assert after.amax["layers.down"][1, X, 0] == too_small + 1
+    np.testing.assert_array_equal(after.amax["layers.down"][1, X, 1:], history[1, X, :-1])
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise"]
+)
 def test_8_bits_train_nearly_like_16(run, recipe):
     here, plain = (run(1, **in_8_bits(recipe) | dict(recipe=kind)) for kind in (recipe, "dtype"))
     assert (here.losses != plain.losses).any()
@@ -89,6 +188,19 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         dict(recipe="fp8_rowwise", last_layers_as_dtype=1, stage=2, grad_accumulation=2),
         "config.precision.last_layers_as_dtype=1: the stages of config.mesh.stage=2 run all "
         "layers alike; set it to 0",
+    ),
+    "a history of nothing": (
+        dict(recipe="fp8_tensorwise", history=4),
+        "config.precision.history=4: config.precision.recipe='fp8_tensorwise' has no scales of "
+        "updates before; leave it out, or set config.precision.recipe='fp8_delayed'",
+    ),
+    "no history": (
+        dict(recipe="fp8_delayed", history=0),
+        "config.precision.history=0: set it to 1 or more",
+    ),
+    "too wide a margin": (
+        dict(recipe="fp8_delayed", margin=17),
+        "config.precision.margin=17: set it to 0 or more and to 16 or less",
     ),
     "statistics of nothing": (
         dict(recipe="dtype", statistics_every=2),

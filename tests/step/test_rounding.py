@@ -39,7 +39,9 @@ def rounded(rows):
     return rounded
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"])
+@pytest.mark.parametrize(
+    "recipe", ["fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise"]
+)
 def test_weights_and_scales_are_counted(rounded, recipe):
     found, params = rounded(1, **in_8_bits(recipe))
     operands = [f"{name}.{what}" for name in WEIGHTS for what in ("gradient", "weight", "x")]
@@ -47,7 +49,8 @@ def test_weights_and_scales_are_counted(rounded, recipe):
     lost = num_scales = 0
     for layer in params["layers.up"].astype(ml_dtypes.bfloat16).astype(np.float64):
         inputs, outputs = layer.shape
-        block = {"fp8_tensorwise": (inputs, outputs), "fp8_rowwise": (inputs, 1)}
+        block = dict.fromkeys(("fp8_tensorwise", "fp8_delayed"), (inputs, outputs))
+        block |= {"fp8_rowwise": (inputs, 1)}
         rows, columns = block.get(recipe, (128, 128))
         blocks = layer.reshape(inputs // rows, rows, outputs // columns, columns)
         amax = np.abs(blocks).max(axis=(1, 3), keepdims=True)

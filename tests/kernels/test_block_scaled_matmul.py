@@ -1,39 +1,23 @@
 """Block-scaled products against NumPy: interpreted, with its races looked for, where no GPU is."""
 
-import contextlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu
 
 from jaxscale.kernels import block_scaled_matmul as kernel
 from jaxscale.kernels import hopper
 from jaxscale.kernels.block_scaled_matmul import BLOCK, STAGES
+from tests.kernels.mosaic import interpreted
 
-plgpu: Any = mosaic_gpu  # jax 0.10.2 has no interpreter there
-IS_GPU = jax.default_backend() == "gpu"
 # M, N, K; the last has more blocks of the sum than there are tiles in shared memory.
 SHAPES = [(128, 128, 128), (256, 384, 256), (128, 256, BLOCK * (2 * STAGES + 1))]
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < hopper.JAX, reason="jax has no interpreter of Mosaic GPU for it"
 )
-
-
-@contextlib.contextmanager
-def interpreted():
-    """Where there is no GPU. Fails for two warpgroups that meet in memory unprotected."""
-    if IS_GPU:
-        yield
-        return
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        yield
-    assert not gpu_callbacks.get_races().races_found
 
 
 def operand(rng, lines: int, size: int, *, is_weight: bool, dtype=jnp.float8_e4m3fn):

@@ -1,21 +1,18 @@
 """Grouped products against NumPy: interpreted, with their races looked for, where no GPU is."""
 
-import contextlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu
 
 from jaxscale.kernels import grouped_matmul as kernel
 from jaxscale.kernels import grouped_programs, hopper
 from jaxscale.kernels.grouped_programs import Tiles
 from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, visits_of
+from tests.kernels.mosaic import IS_GPU, interpreted
 
-plgpu: Any = mosaic_gpu  # jax 0.10.2 has no interpreter there
-IS_GPU = jax.default_backend() == "gpu"
 needs_kernel = pytest.mark.skipif(
     jax.__version_info__ < hopper.JAX, reason="jax has no interpreter of Mosaic GPU for it"
 )
@@ -39,19 +36,6 @@ def few_programs(monkeypatch):
     """So that each makes several tiles."""
     if not IS_GPU:
         monkeypatch.setattr(grouped_programs, "PROGRAMS", 2)
-
-
-@contextlib.contextmanager
-def interpreted():
-    """Where there is no GPU. Fails for two warpgroups that meet in memory unprotected."""
-    if IS_GPU:
-        yield
-        return
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        yield
-    assert not gpu_callbacks.get_races().races_found
 
 
 def operands(name: str, *, shape=SHAPE, dtype=jnp.bfloat16):

@@ -4,6 +4,7 @@
     python scripts/bench_kernel.py matmul [--cases=up,down,...]
     python scripts/bench_kernel.py grouped [--cases=e64,top8,...]
     python scripts/bench_kernel.py quantize [--cases=gate,qkv,...]
+    python scripts/bench_kernel.py adamw8bit [--cases=gate,qkv,...]
 
 Kernels take turns on the same random arrays; a figure is the median of seven timings of eight
 calls. Attention's TFLOP/s count the pairs of a query and a key that it sees; GB/s count what has to
@@ -16,11 +17,18 @@ import jax
 from absl import app, flags
 
 from jaxscale.command_line import EXIT_MISTAKE, parse_flags_and_words, tell
-from jaxscale.perf import attention_speed, grouped_speed, matmul_speed, quantize_speed
+from jaxscale.perf import (
+    adamw8bit_speed,
+    attention_speed,
+    grouped_speed,
+    matmul_speed,
+    quantize_speed,
+)
 
 CASES = flags.DEFINE_list("cases", [], "which, of those that the kernel has; all but tiny")
 
 KERNELS: dict[str, tuple[Callable[[Sequence[str]], Iterator[str]], Sequence[str]]] = {
+    "adamw8bit": (adamw8bit_speed.measure, list(adamw8bit_speed.CASES)),
     "attention": (attention_speed.measure, list(attention_speed.CASES)),
     "grouped": (grouped_speed.measure, list(grouped_speed.CASES)),
     "matmul": (matmul_speed.measure, list(matmul_speed.CASES)),

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxscale import optim
 from jaxscale import sharding as shd
 from jaxscale.models import llama
-from jaxscale.optim import adamw
+from jaxscale.optim import adamw, adamw8bit
 
 # What optimisers share is no optimiser.
 SHARED = ("axes",)
@@ -37,7 +37,7 @@ def optax_promotion():
 
 
 def test_the_optimisers_are_found():
-    assert adamw in MODULES
+    assert {adamw, adamw8bit} <= set(MODULES)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=name_of)

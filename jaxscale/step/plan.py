@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -106,6 +107,7 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
     graphdef, abstract = _abstract_state(config, model, optimizer=optimizer, pipeline=pipeline)
     shardings = functools.partial(shd.shardings, mesh=mesh, rules=rules)
     split_shardings = functools.partial(shd.shardings, mesh=mesh, rules=split)
+    update_shardings = split_shardings(abstract.params)
     opt_axes = config.optim.state_axes(abstract.opt_state, params=abstract.params)
     params, frozen = shardings(abstract.params), shardings(abstract.frozen)
     state_shardings = TrainState(
@@ -113,7 +115,7 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
         params=params,
         frozen=frozen,
         extra=shardings(abstract.extra),
-        opt_state=split_shardings(abstract.opt_state, opt_axes),
+        opt_state=_of_optimizer(config, split_shardings, state=abstract.opt_state, axes=opt_axes),
         loss_scale=shardings(abstract.loss_scale),
         amax=delayed.shardings(
             abstract.amax,
@@ -121,7 +123,6 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
             num_leading=len(pipeline.placement.lead) if pipeline else 1,
         ),
     )
-    update_shardings = split_shardings(abstract.params)
     device = devices[0]
     return Plan(
         config=config,
@@ -145,6 +146,20 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
         ),
         shared_options=options.shared_options(config, device.platform),
     )
+
+
+def _of_optimizer(config: Config, shardings: Callable, *, state, axes):
+    """The shardings of its state; the parameters' have been found to be possible."""
+    try:
+        return shardings(state, axes)
+    except ValueError as error:
+        block = getattr(config.optim, "block", None)
+        if block is None:
+            raise
+        raise ValueError(
+            f"config.optim.block={block}: a device's part of a parameter must be whole blocks; set "
+            f"it to a divisor of that part. {error}"
+        ) from None
 
 
 def _pipeline_of(config: Config, model, *, sizes: dict[str, int]) -> Pipeline:

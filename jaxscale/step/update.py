@@ -15,6 +15,7 @@ from flax import nnx
 from jaxscale import sharding as shd
 from jaxscale.data.batch import Batch
 from jaxscale.models.decoder import Output, forward
+from jaxscale.optim import adamw8bit
 from jaxscale.step import delayed, layout, loss_scale, stages
 from jaxscale.step.loss import cross_entropy_of, documents_of_batch
 from jaxscale.step.plan import Plan
@@ -211,14 +212,14 @@ def _apply(gradients, state: TrainState, *, plan: Plan, is_good):
 
 def _chosen(is_good, new, *, old):
     def chosen(new, old):
-        # Adam's state has been chosen (`optim/adamw.py`).
+        # Adam's state has been chosen (`optim/adamw.py`, `optim/adamw8bit.py`).
         return new if _is_adam(new) else jnp.where(is_good, new, old)
 
     return jax.tree.map(chosen, new, old, is_leaf=_is_adam)
 
 
 def _is_adam(part) -> bool:
-    return isinstance(part, optax.ScaleByAdamState)
+    return isinstance(part, optax.ScaleByAdamState | adamw8bit.State)
 
 
 def _num_applied(state: TrainState):

@@ -25,6 +25,7 @@ IDENTITY = (
     "data.tokenizer",
     "data.eval_fraction",
     "data.shuffle",
+    "optim.block",
 )
 
 

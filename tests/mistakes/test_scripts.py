@@ -140,7 +140,7 @@ MEASURE = {
     "record_kernels": ("name a config: --config=FILE",),
     "bench_variants --config=config.py": ("name the variants: --variant=",),
     "bench_context --cases=none": ("--cases=none is not one of",),
-    "bench_kernel nothing": ("name one kernel of attention",),
+    "bench_kernel nothing": ("name one kernel of adamw8bit, attention",),
     "bench_data --prefetch=few": ("--prefetch=few", WHOLE),
 }
 DOCTOR = {

@@ -74,11 +74,18 @@ def test_rounding_to_8_bits_is_timed_beside_a_copy(capsys):
     assert sum("left out: it needs an NVIDIA GPU, not cpu" in line for line in lines) == 5
 
 
+def test_updates_in_8_bits_are_timed_beside_those_of_float32_moments(capsys):
+    assert Script("bench_kernel").run("adamw8bit", "--cases=tiny") == 0
+    _, case, *lines = capsys.readouterr().out.splitlines()
+    assert case == "tiny: [128, 256]" and len(lines) == 3
+    assert all("GB/s" in line and line.endswith("of a copy") for line in lines)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "name one kernel of attention"),
-        (["softmax"], "name one kernel of attention"),
+        ([], "name one kernel of adamw8bit, attention"),
+        (["softmax"], "name one kernel of adamw8bit, attention"),
         (["attention"], "JAX finds no GPU here"),
         (["attention", "--cases=tiny,huge"], "--cases=huge: attention has causal_8k"),
         (["matmul", "--cases=huge"], "--cases=huge: matmul has out, up, down"),

@@ -9,7 +9,7 @@ import pytest
 from jaxscale import sharding as shd
 from jaxscale.compile.fit import compile_only, jit_update
 from jaxscale.config import AxisTypes, BadStepsConfig, MeshConfig
-from jaxscale.optim import adafactor
+from jaxscale.optim import adafactor, adamw8bit
 from jaxscale.step import update as step_update
 from jaxscale.step.feed import device_batches
 from jaxscale.step.state import init_state, to_flat
@@ -24,6 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": dict(mesh=MeshConfig(fsdp=4, tensor=2), grad_accumulation=2),
     "stages": dict(mesh=MeshConfig(stage=2, fsdp=2, data=2), grad_accumulation=2),
     "adafactor": dict(mesh=MeshConfig(fsdp=8), optim=adafactor.Config(min_dim_to_factor=4)),
+    "adamw8bit": dict(mesh=MeshConfig(fsdp=4, tensor=2), optim=adamw8bit.Config(block=16)),
 }
 
 

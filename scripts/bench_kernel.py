@@ -7,8 +7,9 @@
     python scripts/bench_kernel.py adamw8bit [--cases=gate,qkv,...]
 
 Kernels take turns on the same random arrays; a figure is the median of seven timings of eight
-calls. Attention's TFLOP/s count the pairs of a query and a key that it sees; GB/s count what has to
-be read and written at least, beside a copy in the same run.
+calls (grouped products: of one program of eight). Attention's TFLOP/s count the pairs of a query
+and a key that it sees; GB/s count what has to be read and written at least, beside a copy in the
+same run.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -2,9 +2,11 @@
 
     python scripts/test_kernels_gpu.py [words for pytest]
 
-The same tests run in `make test`, which skips what a CPU cannot run. A few minutes.
+The same tests run in `make test`, which skips what a CPU cannot run. A few minutes; compiling is
+most of it, so with pytest-xdist six processes share the GPU.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -26,7 +28,8 @@ def main(words: list[str]) -> int:
     if probe.returncode:
         sys.stderr.write("\nerror: JAX finds no GPU here; run this on a machine that has one\n")
         return probe.returncode
-    command = [sys.executable, "-m", "pytest", "-q", "-ra", *TESTS, *words]
+    together = ["--numprocesses=6", "-p", "no:benchmark"] if importlib.util.find_spec("xdist") else []
+    command = [sys.executable, "-m", "pytest", "-q", "-ra", *together, *TESTS, *words]
     return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
 
 

@@ -26,6 +26,19 @@ def in_turns(functions: Mapping[str, Callable], arrays: Sequence) -> dict[str, f
     return {name: 1e3 * statistics.median(each) for name, each in timings.items()}
 
 
+def in_one_program(functions: Mapping[str, Callable], sets: Sequence[Sequence]) -> dict[str, float]:
+    """Median milliseconds of a call of each: one of as many as there are sets, in one program.
+
+    So a step runs what is too short for the host: launching a program takes it 50 us or more.
+    """
+
+    def each_set(function):
+        return jax.jit(lambda sets: [function(*arrays) for arrays in sets])
+
+    many = {name: each_set(function) for name, function in functions.items()}
+    return {name: time / len(sets) for name, time in in_turns(many, (sets,)).items()}
+
+
 def error(found: jax.Array, expected: jax.Array) -> float:
     """Of the whole array, relative to its norm."""
     found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)

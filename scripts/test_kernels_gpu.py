@@ -28,7 +28,9 @@ def main(words: list[str]) -> int:
     if probe.returncode:
         sys.stderr.write("\nerror: JAX finds no GPU here; run this on a machine that has one\n")
         return probe.returncode
-    together = ["--numprocesses=6", "-p", "no:benchmark"] if importlib.util.find_spec("xdist") else []
+    together = (
+        ["--numprocesses=6", "-p", "no:benchmark"] if importlib.util.find_spec("xdist") else []
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-ra", *together, *TESTS, *words]
     return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
 

@@ -53,8 +53,10 @@ def test_a_product_is_that_of_scaled_values(shape, is_weight):
     )
     with interpreted():
         y = multiplied(lhs, rhs)
-    # Tensor cores keep 14 bits of the sum of 128 products.
-    np.testing.assert_allclose(y, wanted, atol=2**-12 * np.abs(wanted).max())
+    # Tensor cores add 32 products at a time, and cut each of the four sums off at 13 bits of the
+    # largest: on an H200 1.7e-4 to 3.0e-4 of the largest value, 1.3e-4 of the norm (2**-12.9).
+    np.testing.assert_allclose(y, wanted, atol=2**-11 * np.abs(wanted).max())
+    assert np.linalg.norm(y - wanted) < 2**-12 * np.linalg.norm(wanted)
 
 
 def test_operands_may_differ_in_dtype_and_results_are_rounded_once():

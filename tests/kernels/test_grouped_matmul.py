@@ -96,7 +96,7 @@ def test_a_product_and_its_gradients_are_those_of_each_group(name, dtype):
 # K, N, and tiles: more blocks of the sum than stages, and tiles that reach out of the matrix.
 SHAPES = {
     "long sums": ((64 * 9, 64), Tiles(columns=64, stages=4)),
-    "narrow tiles": ((64, 320), Tiles(columns=128, stages=2, together=2)),
+    "narrow tiles": ((128, 320), Tiles(columns=128, stages=2, together=2)),
     "wide tiles": ((192, 320), Tiles(columns=256, stages=2)),
     "three parts": ((192, 192), Tiles(columns=192, stages=3)),
 }

@@ -1,8 +1,9 @@
 """The product of two matrices in 8 bits, each 128 of whose summed values have a scale of their own.
 
 For Hopper (Pallas Mosaic GPU). cuBLASLt can scale so since CUDA 12.9, but XLA cannot ask it to.
-Each 128 of the sum are added up on the tensor cores, which keep 14 bits of it, then scaled and
-added in float32: the remedy for those 14 bits, too (DeepSeek-V3, arXiv:2412.19437, 3.3).
+Each 128 of the sum are added up on the tensor cores, which keep 13 bits below its largest term,
+then scaled and added in float32: the remedy for those few bits, too (DeepSeek-V3,
+arXiv:2412.19437, 3.3).
 
 M rows, N columns of the result, K what is summed; L is M or M / 128, R is N or N / 128.
 """

@@ -33,9 +33,12 @@ STORED_ROWS = (64, 32, 16, 8, 4, 2, 1)
 
 
 class Tiles(NamedTuple):
-    """How the work is cut up."""
+    """How the work is cut up.
 
-    columns: int = 256  # of the result, no more than it has: TMA copies zeros of a wider tile
+    Columns for which a matrix has half as many, or fewer, make zeros of x's gradient on a card.
+    """
+
+    columns: int = 256  # of the result
     stages: int = 4  # tiles of both operands in shared memory: 48 KiB each, beside 32 of results
     together: int = 8  # tiles of columns made one after the other for one tile of rows
 

@@ -83,14 +83,12 @@ def _case(name: str, case: Case) -> Iterator[str]:
         if not reason:
             functions["ours"] = OURS[product]
         timings = in_one_program(functions, sets)
-        found = functions.get("ours")
+        found = None if reason else jax.jit(OURS[product])
         if expanded_gib <= MOST_EXPANDED_GIB:
             by_xla = jax.jit(_by_xla(product))
             timings |= in_turns({"ragged_dot": by_xla}, arrays)
             found = found or by_xla
-        off = np.nan
-        if found:
-            off = errors(case, arrays, found={product: jax.jit(found)(*arrays)})[product]
+        off = errors(case, arrays, found={product: found(*arrays)})[product] if found else np.nan
         shown = "  ".join(
             f"{name} {timings[name]:8.3f} ms {case.flop() / timings[name] / 1e9:5.0f} TFLOP/s"
             for name in reversed(timings)

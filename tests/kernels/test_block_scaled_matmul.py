@@ -10,7 +10,7 @@ import pytest
 from jaxscale.kernels import block_scaled_matmul as kernel
 from jaxscale.kernels import hopper
 from jaxscale.kernels.block_scaled_matmul import BLOCK, STAGES
-from tests.kernels.mosaic import interpreted
+from tests.kernels.mosaic import IS_GPU, interpreted
 
 # M, N, K; the last has more blocks of the sum than there are tiles in shared memory.
 SHAPES = [(128, 128, 128), (256, 384, 256), (128, 256, BLOCK * (2 * STAGES + 1))]
@@ -53,9 +53,10 @@ def test_a_product_is_that_of_scaled_values(shape, is_weight):
     )
     with interpreted():
         y = multiplied(lhs, rhs)
-    # Tensor cores add 32 products at a time, and cut each of the four sums off at 13 bits of the
-    # largest: on an H200 1.7e-4 to 3.0e-4 of the largest value, 1.3e-4 of the norm (2**-12.9).
-    np.testing.assert_allclose(y, wanted, atol=2**-11 * np.abs(wanted).max())
+    # Tensor cores cut what they add 13 bits below the largest of it (docs/kernels.md): on an H200
+    # 1.8e-4 to 3.0e-4 of the largest value. The interpreter does not.
+    atol = 2**-11 if IS_GPU else 2**-12
+    np.testing.assert_allclose(y, wanted, atol=atol * np.abs(wanted).max())
     assert np.linalg.norm(y - wanted) < 2**-12 * np.linalg.norm(wanted)
 
 

@@ -96,14 +96,23 @@ def test_a_product_and_its_gradients_are_those_of_each_group(name, dtype):
 # K, N, and tiles: more blocks of the sum than stages, and tiles that reach out of the matrix.
 SHAPES = {
     "long sums": ((64 * 9, 64), Tiles(columns=64, stages=4)),
-    "narrow tiles": ((128, 320), Tiles(columns=128, stages=2, together=2)),
+    "narrow tiles": ((64, 320), Tiles(columns=128, stages=2, together=2)),
+    "tiles of half a matrix": ((128, 320), Tiles(columns=128, stages=2, together=2)),
     "wide tiles": ((192, 320), Tiles(columns=256, stages=2)),
     "three parts": ((192, 192), Tiles(columns=192, stages=3)),
 }
 
 
+# On an H200 the gradient of x is all zeros there, with tiles of 128 or 256 for 64 columns. Why is
+# not known; `tiles_for` chooses none that are wider than the matrix.
+ZEROS_ON_GPU = pytest.mark.xfail(IS_GPU, reason="tiles twice as wide as the matrix", strict=True)
+
+
 @needs_kernel
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=ZEROS_ON_GPU if name == "narrow tiles" else ()) for name in SHAPES],
+)
 def test_tiles_of_any_size_make_the_same(name):
     shape, tiles = SHAPES[name]
     x_TK, w_EKN, grad_TN, sizes_E = operands("rows of no group", shape=shape)

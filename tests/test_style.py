@@ -27,6 +27,8 @@ CALLBACKS = {
     "jaxscale/step/layout.py:hold.held": "jax.tree.map",
     "jaxscale/optim/adamw.py:Config._scale_by_adam.update": "optax.chain",
     "jaxscale/optim/adamw8bit.py:Config._scale_by_adam.update": "optax.chain",
+    "jaxscale/optim/adamw8bit.py:Config._clip.update": "optax.chain",
+    "jaxscale/optim/adamw8bit.py:Config._moved.local": "jax.shard_map",
 }
 # ops/layers.py calls what a stack's layers compute by position, (x, weights, shared, execution): a
 # protocol of all families, which jax.checkpoint and jax.lax.scan want so.

@@ -13,27 +13,32 @@ What is rounded is a moving average: a nearest code stays where it is once a ste
 half a code (with b2=0.95 all roots under 2% of their block's largest, with 0.999 all). Such codes
 are rounded up as often as leaves m and v as they are on average. The noise is a hash of the
 update's number, the place and the old codes: the same run gives the same bits.
+
+The arithmetic is in `kernels/adamw8bit.py`, with a program that makes an update in one pass.
 """
 
 import dataclasses
+import functools
+import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec
 
 from jaxscale import sharding as shd
 from jaxscale.config import number
+from jaxscale.kernels import adamw8bit as kernel
+from jaxscale.kernels.adamw8bit import Moments, Numbers, Settings
 from jaxscale.optim import adamw
+
+log = logging.getLogger(__name__)
 
 # The axis along which blocks are.
 MODEL = "embed"
-MOST_M, MOST_V = 127, 255
-# Of v > 0. Then the least m is no more of its block's largest than the least root of v is, and an
-# update no more than the block's largest m and root of v make.
-LEAST_V = 2
 
 
 class State(NamedTuple):
@@ -50,21 +55,133 @@ class State(NamedTuple):
     nu_scale: Any
 
 
-class Moments(NamedTuple):
-    """Of one parameter; as in State."""
-
-    mu: jax.Array
-    mu_scale: jax.Array
-    nu: jax.Array
-    nu_scale: jax.Array
-
-
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Config(adamw.Config):
     """Takes 2 bytes and 8 / block a value instead of 8 for the moments."""
 
     # A device's part of the model dimension has to be a multiple of it: 64 splits 4096 over 64.
     block: int = number(least=2, most=1024, default=64)
+
+    def build(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+        return optax.chain(
+            self._clip(),
+            self._scale_by_adam(),
+            optax.add_decayed_weights(self.weight_decay, mask=self.decays),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    def moved(
+        self,
+        gradients,
+        state,
+        *,
+        params,
+        schedule: optax.Schedule,
+        is_good,
+        shardings,
+        platform: str,
+        compute_capability: str,
+    ) -> tuple[Any, Any] | None:
+        """(params, state) after an update, each parameter in one pass and in place where it can be.
+
+        None where the program of `kernels/adamw8bit.py` does not run; that is said once. The
+        numbers are those of what `build` gives. shardings: of params and gradients.
+        """
+        reason = kernel.device_supported(platform, compute_capability)
+        if reason and platform == "cpu":
+            return None
+        if reason:
+            _say_once(f"XLA updates moments of 8 bits, in more than one pass: {reason}")
+            return None
+        clip, adam, decay, scheduled = state
+        count = optax.safe_increment(adam.count)
+        numbers = self._numbers(
+            count, clip=self._factor(gradients), rate=-schedule(scheduled.count), is_good=is_good
+        )
+        trees = (gradients, *adam[1:], params, self.decays(params), shardings)
+        leaves = zip(*map(jax.tree.leaves, trees), strict=True)
+        made = [
+            self._moved(
+                p,
+                gradient,
+                old=Moments(*old),
+                numbers=numbers,
+                spec=sharding.spec,
+                shard=sharding.shard_shape,
+                settings=self._settings(self.weight_decay if decays else 0.0),
+                compute_capability=compute_capability,
+            )
+            for gradient, *old, p, decays, sharding in leaves
+        ]
+        new, moments = zip(*made, strict=True)
+        tree = jax.tree.structure(adam.mu)
+        columns = (jax.tree.unflatten(tree, column) for column in zip(*moments, strict=True))
+        adam = State(jnp.where(is_good, count, adam.count), *columns)
+        scheduled = scheduled._replace(count=optax.safe_increment(scheduled.count))
+        return jax.tree.unflatten(jax.tree.structure(params), new), (clip, adam, decay, scheduled)
+
+    def _moved(
+        self,
+        p,
+        gradient,
+        *,
+        old: Moments,
+        numbers: Numbers,
+        settings: Settings,
+        spec: PartitionSpec,
+        shard: Callable,
+        compute_capability: str,
+    ) -> tuple[Any, Moments]:
+        """A parameter and its moments."""
+        axis = kernel.axis_of_blocks(old)
+        if axis is None:
+            return kernel.reference(p, gradient, old=old, numbers=numbers, settings=settings)
+        if reason := _objection(p, gradient, old=old, axis=axis, spec=spec, shard=shard):
+            _say_once(f"XLA updates {list(p.shape)} in 8 bits, in more than one pass: {reason}")
+            return kernel.reference(p, gradient, old=old, numbers=numbers, settings=settings)
+        behind = int(np.prod(p.shape[axis + 1 :]))
+
+        def local(p, gradient, old, numbers):
+            return kernel.update(
+                p,
+                gradient,
+                old=old,
+                numbers=numbers,
+                settings=settings,
+                place=_place(p.shape, axis=axis, spec=spec, behind=behind),
+                behind=behind,
+                compute_capability=compute_capability,
+            )
+
+        specs = Moments(spec, spec, spec, spec)
+        everywhere = jax.tree.map(lambda _: PartitionSpec(), numbers)
+        arrays, given = (p, gradient, old, numbers), (spec, spec, specs, everywhere)
+        return shd.map_parts(local, arrays, specs=given, out=(spec, specs))
+
+    def _settings(self, decay: float = 0.0) -> Settings:
+        return Settings(self.b1, self.b2, self.eps, decay)
+
+    def _numbers(self, count, *, is_good, clip: Any = 1.0, rate: Any = 0.0) -> Numbers:
+        of_m, of_v = (1 / (1 - decay**count) for decay in (self.b1, self.b2))
+        clip, of_m, of_v, rate = (jnp.asarray(x, jnp.float32) for x in (clip, of_m, of_v, rate))
+        return Numbers(clip, of_m, of_v, rate, count, jnp.asarray(is_good))
+
+    def _factor(self, gradients):
+        """What brings them to `clip_norm` where they are above it."""
+        if not self.clip_norm:
+            return 1.0
+        norm = optax.tree.norm(gradients)
+        return jnp.where(norm < self.clip_norm, 1.0, self.clip_norm / norm)
+
+    def _clip(self) -> optax.GradientTransformation:
+        """`optax.clip_by_global_norm` that multiplies by one number, as the program does."""
+
+        def update(gradients, state, params=None):
+            del params
+            factor = self._factor(gradients)
+            return jax.tree.map(lambda gradient: factor * gradient, gradients), state
+
+        return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
 
     def _scale_by_adam(self) -> optax.GradientTransformationExtraArgs:
         """As that of AdamW: it leaves its state as it was unless `is_good`."""
@@ -78,15 +195,18 @@ class Config(adamw.Config):
             count = optax.safe_increment(state.count)
             leaves, tree = jax.tree.flatten(gradients)
             old = zip(*(jax.tree.leaves(part) for part in state[1:]), strict=True)
+            numbers, settings = self._numbers(count, is_good=is_good), self._settings()
             made = [
-                self._updated(gradient, Moments(*parts), count=count, is_good=is_good)
+                kernel.stepped(gradient, Moments(*parts), numbers=numbers, settings=settings)
                 for gradient, parts in zip(leaves, old, strict=True)
             ]
-            updates, *columns = zip(*made, strict=True)
+            updates, moments = zip(*made, strict=True)
             tree_of_state = jax.tree.structure(state.mu)
             count = jnp.where(is_good, count, state.count)
-            moments = (jax.tree.unflatten(tree_of_state, column) for column in columns)
-            return jax.tree.unflatten(tree, updates), State(count, *moments)
+            columns = (
+                jax.tree.unflatten(tree_of_state, column) for column in zip(*moments, strict=True)
+            )
+            return jax.tree.unflatten(tree, updates), State(count, *columns)
 
         return optax.GradientTransformationExtraArgs(init, update)
 
@@ -122,138 +242,43 @@ class Config(adamw.Config):
             )
         return block
 
-    def _updated(self, gradient, old: Moments, *, count, is_good) -> tuple:
-        """(the update, the new moments) of one parameter."""
-        axis = _split_axis(old)
-        g, *in_blocks = (_in_blocks(x, axis, scale=old.mu_scale) for x in (gradient, *old))
-        parts = Moments(*in_blocks)
-        exact = self._exact(g, parts)
-        made = Moments(exact.m, old.mu_scale, exact.v, old.nu_scale)
-        if axis is not None:
-            scales = _scales(exact, axis=axis)
-            # Else XLA keeps moments in float32 until their scales are known, instead of making them
-            # once more of what takes a byte: 1 GiB of a table of 8B on 2 GPUs. Not on the gradient:
-            # clipped, it would be written once more.
-            parts, scales = jax.lax.optimization_barrier((parts, scales))
-            exact = self._exact(g, parts)
-            noise = _noise(parts, axis=axis, count=count)
-            made = _coded(exact, scales, noise=noise, decays=(self.b1, self.b2))
-        m_hat = exact.m / (1 - self.b1**count)
-        update = m_hat / (jnp.sqrt(exact.v / (1 - self.b2**count)) + self.eps)
-        chosen = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), made, parts)
-        moments = (x.reshape(like.shape) for x, like in zip(chosen, old, strict=True))
-        return update.reshape(gradient.shape), *moments
-
-    def _exact(self, gradient, old: Moments) -> "_Exact":
-        m, root = _powers(old.mu, old.mu_scale), _powers(old.nu, old.nu_scale)
-        v = old.nu if old.nu.dtype == jnp.float32 else root * root
-        return _Exact(
-            self.b1 * m + (1 - self.b1) * gradient,
-            self.b2 * v + (1 - self.b2) * (gradient * gradient),
-        )
-
-
-class _Exact(NamedTuple):
-    """Moments in float32."""
-
-    m: jax.Array
-    v: jax.Array
-
 
 def _axis_of_blocks(box) -> int | None:
     names = shd.axes_of(box) or ()
     return names.index(MODEL) if MODEL in names else None
 
 
-def _split_axis(moments: Moments) -> int | None:
-    """That in which scales are fewer than codes; None for float32."""
-    if moments.mu_scale.ndim == 0:
-        return None
-    pairs = zip(moments.mu.shape, moments.mu_scale.shape, strict=True)
-    return next(axis for axis, (size, blocks) in enumerate(pairs) if size != blocks)
+def _objection(
+    p, gradient, *, old: Moments, axis: int, spec: PartitionSpec, shard: Callable
+) -> str | None:
+    """Why the program does not take a device's part of this parameter, if anything."""
+    if any(_split(entry) for entry in spec.partitions[axis + 2 :]):
+        return "a dimension that is not the first behind the model's is split"
+
+    def part(x):
+        return jax.ShapeDtypeStruct(shard(x.shape) if x.ndim else (), x.dtype)
+
+    return kernel.supported(part(p), part(gradient), old=Moments(*map(part, old)))
 
 
-def _in_blocks(x, axis: int | None, *, scale):
-    """[..., blocks, block, ...]; of the scales themselves [..., blocks, 1, ...].
-
-    JAX keeps what splits the axis on the blocks.
-    """
-    if axis is None:
-        return x
-    num = scale.shape[axis]
-    return x.reshape(*x.shape[:axis], num, x.shape[axis] // num, *x.shape[axis + 1 :])
-
-
-def _powers(codes, scale):
-    """float32; codes that are float32 as they are."""
-    if codes.dtype == jnp.float32:
-        return codes
-    codes = codes.astype(jnp.float32)
-    return codes * jnp.abs(codes) * scale
-
-
-def _scales(new: _Exact, *, axis: int) -> tuple:
-    """Of m and of the root of v: with them the largest of a block has the largest code."""
-    most_m, most_v = (
-        jnp.max(_in_order(x), axis=axis + 1, keepdims=True) for x in (jnp.abs(new.m), new.v)
-    )
-    return most_m / MOST_M**2, jnp.sqrt(most_v) / MOST_V**2
-
-
-def _in_order(x):
-    """x, laid out by its dimensions: for a maximum over another than the last XLA turns it over."""
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
-
-
-def _coded(new: _Exact, scales: tuple, *, noise, decays: tuple[float, float]) -> Moments:
-    """The codes, in blocks. decays: (b1, b2)."""
-    (mu_scale, nu_scale), (b1, b2) = scales, decays
-    m, root = jnp.abs(new.m), jnp.sqrt(new.v)
-    mu = _rounded(m, mu_scale, most=MOST_M, power=2, noise=noise & 0xFFFF, decay=b1)
-    nu = _rounded(root, nu_scale, most=MOST_V, power=4, noise=noise >> 16, decay=b2)
-    nu = jnp.where(new.v > 0, jnp.maximum(nu, LEAST_V), 0)
-    mu = jnp.where(new.m < 0, -mu, mu)
-    return Moments(mu.astype(jnp.int8), mu_scale, nu.astype(jnp.uint8), nu_scale)
-
-
-def _rounded(x, scale, *, most: int, power: int, noise, decay: float):
-    """Codes whose squares, times the scale, are x >= 0; float32.
-
-    The nearest where `decay` of code**power moves it by half a code or more; of smaller ones one of
-    the two next to x, so that the mean of code**power is that of x. noise: below 2**16.
-    """
-    code = jnp.sqrt(jnp.where(scale > 0, x / scale, 0.0))
-    low = jnp.floor(code)
-    share = (code**power - low**power) / ((low + 1) ** power - low**power)
-    is_up = (noise.astype(jnp.float32) + 0.5) * 2.0**-16 < share
-    still = 0.5 / (1 - decay ** (1 / power))
-    is_up = jnp.where(code < still, is_up, code - low >= 0.5)
-    return jnp.minimum(low + is_up.astype(jnp.float32), most)
-
-
-def _noise(old: Moments, *, axis: int, count):
-    """uint32, like the codes in blocks: they, their place and the count, mixed.
-
-    Not the new moments' bits: their last ones differ from mesh to mesh. The place is that from the
-    model dimension on, as stages hold the layers before it in other orders; axis: of the blocks.
-    The constants are those of C. Wellons' "lowbias32".
-    """
-    m, v = (x.astype(jnp.uint8).astype(jnp.uint32) for x in (old.mu, old.nu))
-    x = _mixed((m << 8 | v) + count.astype(jnp.uint32) * np.uint32(0x9E3779B9))
-    return _mixed(x ^ _place(old.mu, axis=axis))
-
-
-def _place(x, *, axis: int):
-    """uint32, like x: another number for each place from `axis` on."""
-    sharding: Any = jax.typeof(x).sharding
-    place, stride = jnp.uint32(0), 1
-    for dim in range(x.ndim - 1, axis - 1, -1):
-        iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim, out_sharding=sharding)
-        place, stride = place + iota * np.uint32(stride % 2**32), stride * x.shape[dim]
+def _place(shape: tuple[int, ...], *, axis: int, spec: PartitionSpec, behind: int):
+    """Of the first value of a device's part, of this shape, from the model dimension on."""
+    entries = (*spec.partitions, *(None,) * len(shape))
+    strides = (behind, int(np.prod(shape[axis + 2 :])))
+    place = jnp.uint32(0)
+    for entry, size, stride in zip(entries[axis:], shape[axis:], strides, strict=False):
+        if names := _split(entry):
+            index = jax.lax.axis_index(names).astype(jnp.uint32)
+            place += index * np.uint32(size * stride % 2**32)
     return place
 
 
-def _mixed(x):
-    x = (x ^ x >> 16) * np.uint32(0x7FEB352D)
-    x = (x ^ x >> 15) * np.uint32(0x846CA68B)
-    return x ^ x >> 16
+def _split(entry) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    log.warning("%s", message)

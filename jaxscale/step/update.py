@@ -200,14 +200,42 @@ def _apply(gradients, state: TrainState, *, plan: Plan, is_good):
     # Where the optimiser's state is split further than the weights (ZeRO-1 and 2), the update runs
     # on the parts and the new weights are gathered.
     params = shd.constrain(state.params, plan.update_shardings)
-    optimizer = optax.with_extra_args_support(plan.optimizer)
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to an int32 count
-        updates, opt_state = optimizer.update(gradients, state.opt_state, params, is_good=is_good)
-    params = _chosen(is_good, optax.apply_updates(params, updates), old=params)
+        moved = _moved_in_place(
+            gradients, state.opt_state, params=params, plan=plan, is_good=is_good
+        )
+        if moved is None:
+            optimizer = optax.with_extra_args_support(plan.optimizer)
+            updates, opt_state = optimizer.update(
+                gradients, state.opt_state, params, is_good=is_good
+            )
+            params = _chosen(is_good, optax.apply_updates(params, updates), old=params)
+        else:
+            params, opt_state = moved
     params = shd.constrain(params, plan.update_shardings)  # chosen before they are gathered
     opt_state = _chosen(is_good, opt_state, old=state.opt_state)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.state.params)
     return shd.constrain(params, shardings), opt_state
+
+
+def _moved_in_place(gradients, opt_state, *, params, plan: Plan, is_good):
+    """(parameters, optimiser state), if the optimiser has programs of its own for both, else None.
+
+    They leave both as they were unless is_good, but for what the schedule counts.
+    """
+    moved = getattr(plan.config.optim, "moved", None)
+    if moved is None:
+        return None
+    return moved(
+        gradients,
+        opt_state,
+        params=params,
+        schedule=plan.schedule,
+        is_good=is_good,
+        shardings=plan.update_shardings,
+        platform=plan.execution.platform,
+        compute_capability=plan.execution.compute_capability,
+    )
 
 
 def _chosen(is_good, new, *, old):

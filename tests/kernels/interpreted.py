@@ -5,7 +5,7 @@ test file runs itself once more in a process of its own (`run_interpreted`), whe
 taken jax-triton's place; on a GPU the same tests call the compiled programs.
 
 Rounding is ml_dtypes', as the interpreter's own rounds ties upwards; of inline assembly it knows
-what `quantize_triton._word` does.
+what `quantize_triton._word` does, and roots and quotients, which it rounds as NumPy does.
 """
 
 import ctypes
@@ -46,6 +46,7 @@ NAMES: dict[str, Any] = dict(
     i8=np.int8,
     u8=np.uint8,
     i32=np.int32,
+    u32=np.uint32,
 )
 
 
@@ -71,7 +72,7 @@ def install() -> None:
     module.triton_call = _triton_call
     sys.modules["jax_triton"] = module
     interpreter._convert_float = _converted
-    interpreter.InterpreterBuilder.create_inline_asm = _word
+    interpreter.InterpreterBuilder.create_inline_asm = _assembled
     interpreter.ReduceOps.generic_reduce = _reduced
 
 
@@ -139,15 +140,26 @@ def _converted(values, source, target, _):
     return narrow.view(getattr(np, f"uint{target.primitive_bitwidth}")).reshape(values.shape)
 
 
-def _word(self, assembly, _, values, kinds, *__):
+def _assembled(self, assembly, _, values, kinds, *__):
     from triton.runtime.interpreter import TensorHandle
 
+    numbers = [value.data for value in values]
+    if assembly.startswith("sqrt."):
+        made = np.sqrt(*numbers)
+    elif assembly.startswith("div."):
+        made = np.divide(*numbers)
+    else:
+        made = _word(assembly, numbers)
+    return types.SimpleNamespace(get_result=lambda _: TensorHandle(made, kinds[0].scalar))
+
+
+def _word(assembly: str, numbers: list[np.ndarray]) -> np.ndarray:
     dtype = ml_dtypes.float8_e4m3fn if "e4m3x2" in assembly else ml_dtypes.float8_e5m2
     assert assembly.count(".rn.satfinite.e") == 2
-    word = np.zeros(values[0].data.shape, np.uint32)
-    for place, value in enumerate(values):
-        word |= value.data.astype(dtype).view(np.uint8).astype(np.uint32) << (8 * place)
-    return types.SimpleNamespace(get_result=lambda _: TensorHandle(word, kinds[0].scalar))
+    word = np.zeros(numbers[0].shape, np.uint32)
+    for place, value in enumerate(numbers):
+        word |= value.astype(dtype).view(np.uint8).astype(np.uint32) << (8 * place)
+    return word
 
 
 def _reduced(self, inputs):

@@ -5,7 +5,8 @@ the tiles of queries, of all heads that share the key head, which see them. Five
 and dp (transposed, so that p and ds stay in registers as operands), dv, dk, and dq, whose part is
 added in float32 to what other programs add. dq of a tile is made one tile late: ds crosses from one
 warpgroup to the other, and neither waits for it. What a warpgroup does between products runs beside
-a product of its own: p beside dp, ds beside dv, the addition of dq beside dk.
+a product of its own: p beside dp, ds beside dv, the addition of dq beside dk. At head size 64 steps
+are of 128 queries, and dq of 64 is made by each warpgroup (`Part.is_wide`).
 
 The order of those additions is not fixed. For a run that must repeat to the bit, dq is made in a
 program of its own, by tile of queries: two products more. So it is for head sizes of which the sums
@@ -34,9 +35,6 @@ TILE_K = 64 * WARPGROUPS
 STAGES = 2  # tiles of queries in shared memory, or of keys
 # Up to this head size a warpgroup has the registers for its sums of five products.
 MAX_HEAD_SIZE_OF_FIVE = 128
-# Tiles of ds: a warpgroup may be a step ahead, and the other still read what it made two before.
-DS_TILES = 4
-
 PER_QUERY = plgpu.Layout.WGMMA.reduce(0)  # of scores that are transposed
 
 
@@ -100,9 +98,12 @@ def backward(
     zero, *begins = lax.optimization_barrier((jnp.float32(0), *begins))
     sums_BSNH = jnp.broadcast_to(zero, q_BSNH.shape)
 
+    # No cap: of 128 queries a step none was timed.
+    part = WIDE if head_size == 64 and cap is None else WHOLE
+
     def adding(dq_dk_dv):
         dq, dk, dv = dq_dk_dv
-        dk[...], dv[...] = _of_keys(operands, begins, part=WHOLE, dq=dq, **options)
+        dk[...], dv[...] = _of_keys(operands, begins, part=part, dq=dq, **options)
 
     # Not jax.new_ref: here no effect is left for jax.checkpoint and loops to carry.
     begin = sums_BSNH, jnp.zeros_like(k_BTKH), jnp.zeros_like(v_BTKV)
@@ -110,9 +111,9 @@ def backward(
     return (sums_BSNH * scale).astype(q_BSNH.dtype), dk_BTKH, dv_BTKV
 
 
-def _swizzled(head_size: int):
-    """Of operands: a warpgroup's half of the columns of K is whole tiles."""
-    columns = min(64, head_size // WARPGROUPS)
+def _swizzled(columns: int):
+    """Of operands with whole tiles of so many columns."""
+    columns = min(64, columns)
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
 
 
@@ -121,15 +122,42 @@ def _swizzled(head_size: int):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a kernel by tiles of keys makes, and how many tiles of gradients it holds."""
+    """What a kernel by tiles of keys makes, of how many queries a step, and how many tiles of
+    gradients it holds."""
 
     name: str = "flash_attention_backward"
     has_dk: bool = True
     has_dv: bool = True
     grad_stages: int = STAGES
+    num_queries: int = TILE_Q
+
+    @property
+    def is_wide(self) -> bool:
+        """Steps of 128 queries, with additions of dq, of which a warpgroup makes 64 queries instead
+        of half of the columns. The tiles to visit stay in registers, and jax adds no barriers to
+        those that stand here.
+
+        These are enough. No thread reads and writes the same shared memory, and all 256 threads
+        arrive at each barrier in it, so no warp is a phase behind another. Threads write `ds_tiles`
+        when both warpgroups have waited for the products that read them (`ds_used`), `dq_tile`
+        when TMA has read it (`wait_smem_to_gmem`, behind which the warpgroup meets), and in the
+        end `k_tile` and `v_tile`, when all products are done (`both`). Products and TMA read what
+        threads wrote behind `commit_smem`, a fence and a meeting of the warpgroup. TMA writes where
+        all threads are done (`q_used`, `grad_used`).
+        """
+        return self.num_queries > TILE_Q
+
+    @property
+    def num_ds(self) -> int:
+        """Tiles of ds. With four none is waited for: a warpgroup may be a step ahead, and the other
+        still read what it made two before. Of two, one is waited for until both have read it: of
+        128 queries there is no room for four."""
+        return 2 if self.is_wide else 4
 
 
 WHOLE = Part()
+# Head size 64: 0.91 to 0.93 ms instead of 1.09 on an H200 (docs/kernels.md).
+WIDE = Part(num_queries=128)
 # 128 keys and values and two tiles of queries are 192 of 227 KiB: there is room for one of
 # gradients, which are needed for dp alone and so not for long.
 OF_KEYS = Part(name="flash_attention_backward_of_keys", has_dv=False, grad_stages=1)
@@ -147,22 +175,25 @@ def _of_keys(operands, begins, *, spans: Spans, scores: Scores, part: Part, dq):
     q_BSNH, k_BTKH, v_BTKV, _ = operands
     rows, num_keys, num_key_heads, head_size = k_BTKH.shape
     v_head_size = v_BTKV.shape[-1]
-    visits = tiles_of_queries(spans, num_keys=num_keys, tile_q=TILE_Q, tile_k=TILE_K)
+    tile_q, num_ds = part.num_queries, part.num_ds
+    visits = tiles_of_queries(spans, num_keys=num_keys, tile_q=tile_q, tile_k=TILE_K)
+    # Of a warpgroup.
+    dq_shape = (TILE_Q, head_size if part.is_wide else head_size // WARPGROUPS)
 
     def operand(*shape):
-        return plgpu.SMEM(shape, q_BSNH.dtype, transforms=_swizzled(head_size))
+        return plgpu.SMEM(shape, q_BSNH.dtype, transforms=_swizzled(dq_shape[1]))
 
     floats = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
     num_grads = part.grad_stages
     used = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS)
     # Of a tile of queries and its statistics.
     loaded = functools.partial(plgpu.Barrier, num_arrivals=2)
-    dq_columns = head_size // WARPGROUPS
     for_dq = dict(
-        ds_tiles=operand(DS_TILES, TILE_K, TILE_Q),
-        dq_tile=plgpu.SMEM((WARPGROUPS, TILE_Q, dq_columns), jnp.float32, transforms=floats),
-        ds_made=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=DS_TILES),
+        ds_tiles=operand(num_ds, TILE_K, tile_q),
+        dq_tile=plgpu.SMEM((WARPGROUPS, *dq_shape), jnp.float32, transforms=floats),
+        ds_made=used(num_barriers=num_ds),
         both=plgpu.Barrier(num_arrivals=WARPGROUPS),
+        **(dict(ds_used=used(num_barriers=num_ds)) if part.is_wide else {}),
     )
 
     def program(*refs, **scratch):
@@ -179,10 +210,10 @@ def _of_keys(operands, begins, *, spans: Spans, scores: Scores, part: Part, dq):
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in made],
         scratch_types=dict(
             k_tile=operand(TILE_K, head_size),
-            q_tiles=operand(STAGES, TILE_Q, head_size),
-            grad_tiles=operand(num_grads, TILE_Q, v_head_size),
-            lse_tiles=plgpu.SMEM((STAGES, TILE_Q), jnp.float32),
-            seen_tiles=plgpu.SMEM((num_grads, TILE_Q), jnp.float32),
+            q_tiles=operand(STAGES, tile_q, head_size),
+            grad_tiles=operand(num_grads, tile_q, v_head_size),
+            lse_tiles=plgpu.SMEM((STAGES, tile_q), jnp.float32),
+            seen_tiles=plgpu.SMEM((num_grads, tile_q), jnp.float32),
             keys_loaded=plgpu.Barrier(num_arrivals=1 + part.has_dk),
             q_loaded=loaded(num_barriers=STAGES),
             grad_loaded=loaded(num_barriers=num_grads),
@@ -195,7 +226,9 @@ def _of_keys(operands, begins, *, spans: Spans, scores: Scores, part: Part, dq):
         grid_names=("head", "tile", "row"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=part.is_wide
+        ),
     )
     added_to = () if dq is None else (dq,)
     return kernel(*operands, *begins, *spans, visits.stacked(), *added_to)
@@ -238,15 +271,21 @@ class _OfKeys:
         self.dq, self.dk, self.dv = (
             next(made) if is_made else None for is_made in (has_dq, part.has_dk, part.has_dv)
         )
-        self.group, self.scores = group, scores
+        self.part, self.group, self.scores = part, group, scores
         self.here = _OfKeysScratch(**scratch)
+        self.remembered = self.operands.work() if part.is_wide else None
+
+    def work(self) -> Work:
+        return self.remembered or self.operands.work()
 
     def num_steps(self):
-        return self.group * self.operands.work().num
+        return self.group * self.work().num
 
     def step_of(self, i):
         """(head, tile of queries) of the ith step; steps without a mask come first."""
-        work, (_, key_head, _) = self.operands.work(), self.operands.place()
+        work, (_, key_head, _) = self.work(), self.operands.place()
+        if self.part.is_wide and self.group == 1:
+            return key_head, work.tile(i)
         num_whole = self.group * work.num_whole
         is_whole = i < num_whole
         tiles = jnp.where(is_whole, work.num_whole, work.num - work.num_whole)
@@ -268,7 +307,7 @@ class _OfKeys:
         @pl.loop(0, self.num_steps())
         def load_tile(i):
             head, tile = self.step_of(i)
-            queries = pl.ds(tile * TILE_Q, TILE_Q)
+            queries = self.queries(tile)
             for operand, statistic, tiles, statistics, loaded, used in (
                 (of.q, of.lse, here.q_tiles, here.lse_tiles, here.q_loaded, here.q_used),
                 (
@@ -296,9 +335,12 @@ class _OfKeys:
         num_steps, mine = self.num_steps(), self.mine()
         if self.dq is not None:
             # The first step adds the product of these zeros to the dq of its own tile.
-            zeros = jnp.zeros((64, TILE_Q), here.ds_tiles.dtype)
+            zeros = jnp.zeros((64, self.part.num_queries), here.ds_tiles.dtype)
             zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-            self.hand_over(zeros, DS_TILES - 1)
+            if here.ds_used is not None:
+                for slot in range(self.part.num_ds):
+                    plgpu.barrier_arrive(here.ds_used.at[slot])
+            self.hand_over(zeros, self.part.num_ds - 1)
         plgpu.barrier_wait(here.keys_loaded)
         sums = {
             name: plgpu.ACC((64, like.shape[-1]), jnp.float32)
@@ -331,7 +373,7 @@ class _OfKeys:
         return pl.ds(lax.axis_index("warpgroup") * 64, 64)
 
     def all_steps(self, **sums):
-        num_whole = self.group * self.operands.work().num_whole
+        num_whole = self.group * self.work().num_whole
         step = functools.partial(self.step, **sums)
         pl.loop(0, num_whole)(functools.partial(step, is_whole=True))
         pl.loop(num_whole, self.num_steps())(functools.partial(step, is_whole=False))
@@ -365,7 +407,7 @@ class _OfKeys:
             if dv is None:
                 plgpu.barrier_arrive(here.grad_used.at[grad_slot])
             if self.dq is not None:
-                self.hand_over(ds, lax.rem(i, DS_TILES))
+                self.hand_over(ds, lax.rem(i, self.part.num_ds))
                 self.add_dq(i - 1, before=lambda: plgpu.wgmma(dk, ds, q_tile))
             elif dk is not None:
                 plgpu.wgmma(dk, ds, q_tile)
@@ -374,13 +416,13 @@ class _OfKeys:
             if dv is not None:
                 plgpu.barrier_arrive(here.grad_used.at[grad_slot])
 
-        tile = plgpu.ACC((64, TILE_Q), jnp.float32)
+        tile = plgpu.ACC((64, self.part.num_queries), jnp.float32)
         pl.run_scoped(issue, *([tile] if dk is None else [tile, tile]))
 
     def masked(self, p, i):
         row, _, tile_of_keys = self.operands.place()
         _, tile = self.step_of(i)
-        queries = pl.ds(tile * TILE_Q, TILE_Q)
+        queries = self.queries(tile)
         key = tile_of_keys * TILE_K + lax.axis_index("warpgroup") * 64
         key += plgpu.broadcasted_iota(jnp.int32, p.shape, 0, layout=plgpu.Layout.WGMMA)
         # One after the other: both at once take registers that spill.
@@ -389,38 +431,51 @@ class _OfKeys:
         last = _per_query(self.operands.last.at[row, queries])
         return jnp.where(key < _by_column(last, p), p, 0.0)
 
+    def queries(self, tile):
+        return pl.ds(tile * self.part.num_queries, self.part.num_queries)
+
     def hand_over(self, ds, slot):
         """Gives this warpgroup's ds of a tile of queries to both."""
+        if self.here.ds_used is not None:
+            plgpu.barrier_wait(self.here.ds_used.at[slot])
         self.here.ds_tiles.at[slot, self.mine()][...] = ds
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.here.ds_made.at[slot])
 
     def add_dq(self, i, *, before=None):
-        """Adds this warpgroup's columns of dq of the ith step (-1: zeros, to those of step 0).
+        """Adds this warpgroup's part of dq of the ith step (-1: zeros, to that of step 0).
 
         before: issues a product that runs while this one is added.
         """
         here, (row, _, _) = self.here, self.operands.place()
         head, tile = self.step_of(jnp.maximum(i, 0))
-        warpgroup = lax.axis_index("warpgroup")
+        warpgroup, part = lax.axis_index("warpgroup"), self.part
         dq_tile = here.dq_tile.at[warpgroup]
         _, num_queries, num_columns = here.dq_tile.shape
-        columns = pl.ds(warpgroup * num_columns, num_columns)
-        slot = lax.rem(i + DS_TILES, DS_TILES)
+        columns = pl.ds(0 if part.is_wide else warpgroup * num_columns, num_columns)
+        slot = lax.rem(i + part.num_ds, part.num_ds)
         plgpu.barrier_wait(here.ds_made.at[slot])
 
         def product(ref):
-            plgpu.wgmma(ref, here.ds_tiles.at[slot].transpose((1, 0)), here.k_tile.at[:, columns])
+            ds_tile = here.ds_tiles.at[slot]
+            if part.is_wide:
+                ds_tile = ds_tile.at[:, pl.ds(warpgroup * num_queries, num_queries)]
+            plgpu.wgmma(ref, ds_tile.transpose((1, 0)), here.k_tile.at[:, columns])
             if before is None:
                 return ref[...]
             before()
             return plgpu.wgmma_accumulator_load(ref, wait_n=1)
 
         dq = pl.run_scoped(product, plgpu.ACC((num_queries, num_columns), jnp.float32))
+        if here.ds_used is not None:
+            plgpu.barrier_arrive(here.ds_used.at[slot])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         dq_tile[...] = dq
         plgpu.commit_smem()
-        target = self.dq.at[row, pl.ds(tile * TILE_Q, TILE_Q), head, columns]
+        first_query = tile * part.num_queries
+        if part.is_wide:
+            first_query += warpgroup * num_queries
+        target = self.dq.at[row, pl.ds(first_query, num_queries), head, columns]
         plgpu.copy_smem_to_gmem(dq_tile, target, reduction_op="add")
 
 
@@ -442,6 +497,7 @@ class _OfKeysScratch:
     ds_tiles: Any = None
     dq_tile: Any = None
     ds_made: Any = None
+    ds_used: Any = None
     both: Any = None
 
 
@@ -456,7 +512,7 @@ def _per_query(ref):
 def _begin(ref):
     """What sums over the head begin with: of each query the same for all keys."""
     values = load(ref, layout=PER_QUERY)
-    tile = lax.broadcast_in_dim(values, (64, TILE_Q), [1])
+    tile = lax.broadcast_in_dim(values, (64, *values.shape), [1])
     return plgpu.layout_cast(tile, plgpu.Layout.WGMMA)
 
 

@@ -3,7 +3,8 @@
 A program has 128 queries of one head. Two warpgroups compute, 64 queries each, a third copies tiles
 of keys and values ahead of them. The products of tile i with the queries and of tile i - 1 with V
 are issued together, so the softmax of tile i runs beside the second of them. The warpgroups are not
-made to take turns: that was 9 to 15% slower (docs/kernels.md).
+made to take turns: that was 9 to 15% slower (docs/kernels.md). At head size 64 four warpgroups
+compute 256 queries, and most tiles need no maxima (`_Program.all_tiles`).
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
@@ -22,10 +23,31 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxscale.kernels.flash_spans import Spans, Work, tiles_of_keys
 from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
 
-TILE_Q = 64 * WARPGROUPS
-STAGES = 2  # tiles of keys in shared memory: with 3, head size 128 needs 120 bytes too many
 # Of 65,536 a multiprocessor has; 128 threads a warpgroup.
 REGISTERS, REGISTERS_TO_COPY = 240, 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Who computes, with how many registers a thread, and the tiles of keys in shared memory.
+
+    keeps_reference: p of tiles without a mask are made without maxima (`_Program.all_tiles`).
+    """
+
+    warpgroups: int = WARPGROUPS
+    registers: int = REGISTERS
+    num_keys: int = 128
+    stages: int = 2  # with 3, head size 128 needs 120 bytes too many
+    keeps_reference: bool = False
+
+    @property
+    def num_queries(self) -> int:
+        return 64 * self.warpgroups
+
+
+# Head size 64, whose products are half of 128's beside the same exp: 8% faster than `Tiles()`
+# (0.383 and 0.415 ms on an H200, docs/kernels.md).
+OF_HEAD_SIZE_64 = Tiles(warpgroups=4, registers=112, num_keys=64, stages=6, keeps_reference=True)
 
 LOG2_E = math.log2(math.e)
 # A score that is not seen, and what the largest score of a query begins with: finite, as a query
@@ -33,12 +55,17 @@ LOG2_E = math.log2(math.e)
 # same, p would be 2 to the rounding error of a product of 1e30: infinite for some scales.)
 HIDDEN, LOWEST = -1e30, -1e20
 PER_QUERY = plgpu.Layout.WGMMA.reduce(1)
+# A sum of p beyond it is taken for an overflow: of 2**60 times a value 2**67 are left.
+MAX_TOTAL = 2.0**60
 
 
-def _keys_of_a_tile(head_size: int) -> int:
-    """Sums of 64 queries times 256 take 128 registers: beside them 128 scores a query do not fit,
-    nor 128 keys and values in shared memory."""
-    return 128 if head_size <= 192 else 64
+def tiles_of(head_size: int, *, seq: int, cap: float | None) -> Tiles:
+    """The form of head size 64 takes whole tiles of 256 queries, and no cap: none was timed."""
+    if head_size == 64 and cap is None and seq % OF_HEAD_SIZE_64.num_queries == 0:
+        return OF_HEAD_SIZE_64
+    # Sums of 64 queries times 256 take 128 registers: beside them 128 scores a query do not fit,
+    # nor 128 keys and values in shared memory.
+    return Tiles(num_keys=128 if head_size <= 192 else 64)
 
 
 def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | None = None):
@@ -49,8 +76,9 @@ def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | 
     """
     rows, seq, num_heads, head_size = q_BSNH.shape
     num_keys, v_head_size = k_BTKH.shape[1], v_BTKV.shape[-1]
-    tile_k = _keys_of_a_tile(head_size)
-    visits = tiles_of_keys(spans, num_keys=num_keys, tile_q=TILE_Q, tile_k=tile_k)
+    tiles = tiles_of(head_size, seq=seq, cap=cap)
+    tile_k, stages = tiles.num_keys, tiles.stages
+    visits = tiles_of_keys(spans, num_keys=num_keys, tile_q=tiles.num_queries, tile_k=tile_k)
     # One tile at least, so that there always is a first one.
     begin = jnp.minimum(visits.begin, num_keys // tile_k - 1)
     visits = visits._replace(begin=begin, end=jnp.maximum(visits.end, begin + 1))
@@ -59,16 +87,21 @@ def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | 
         tiled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
         return plgpu.SMEM(shape, q_BSNH.dtype, transforms=tiled)
 
-    q_tile = operand(WARPGROUPS, 64, head_size)
+    q_tile = operand(tiles.warpgroups, 64, head_size)
     if v_head_size != head_size:
-        q_tile = plgpu.RefUnion(q_tile, operand(WARPGROUPS, 64, v_head_size))
-    loaded = plgpu.Barrier(num_barriers=STAGES)
-    used = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES)
+        q_tile = plgpu.RefUnion(q_tile, operand(tiles.warpgroups, 64, v_head_size))
+    loaded = plgpu.Barrier(num_barriers=stages)
+    used = plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=stages)
+    for_judgement: dict[str, Any] = dict(
+        totals=plgpu.SMEM((tiles.warpgroups,), jnp.float32),
+        judged=plgpu.Barrier(num_arrivals=tiles.warpgroups),
+    )
 
     # Its name is the kernel's, in programs and traces.
     def flash_attention_forward(*refs, **scratch):
         group = num_heads // k_BTKH.shape[2]
-        run(_Program(*refs, **scratch, group=group, scale=scale, cap=cap))
+        program = _Program(*refs, **scratch, group=group, scale=scale, cap=cap, tiles=tiles)
+        run(program, tiles.warpgroups)
 
     kernel = plgpu.kernel(
         flash_attention_forward,
@@ -78,19 +111,20 @@ def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | 
         ],
         scratch_types=dict(
             q_tile=q_tile,
-            k_tiles=operand(STAGES, tile_k, head_size),
-            v_tiles=operand(STAGES, tile_k, v_head_size),
-            lse_tile=plgpu.SMEM((WARPGROUPS, 64), jnp.float32),
-            q_loaded=plgpu.Barrier(num_barriers=WARPGROUPS),
-            q_used=plgpu.Barrier(num_arrivals=WARPGROUPS),
+            k_tiles=operand(stages, tile_k, head_size),
+            v_tiles=operand(stages, tile_k, v_head_size),
+            lse_tile=plgpu.SMEM((tiles.warpgroups, 64), jnp.float32),
+            q_loaded=plgpu.Barrier(num_barriers=tiles.warpgroups),
+            q_used=plgpu.Barrier(num_arrivals=tiles.warpgroups),
             k_loaded=loaded,
             v_loaded=loaded,
             k_used=used,
             v_used=used,
+            **(for_judgement if tiles.keeps_reference else {}),
         ),
-        grid=(num_heads, seq // TILE_Q, rows),
+        grid=(num_heads, seq // tiles.num_queries, rows),
         grid_names=("head", "tile", "row"),
-        num_threads=WARPGROUPS + 1,
+        num_threads=tiles.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -125,10 +159,13 @@ class _Program:
     group: int
     scale: float
     cap: float | None
+    tiles: Tiles
+    totals: Any = None
+    judged: Any = None
 
     def place(self):
         """(row, head, tile of queries); the last tiles see most keys, and begin first."""
-        tiles = self.q.shape[1] // TILE_Q
+        tiles = self.q.shape[1] // self.tiles.num_queries
         return lax.axis_index("row"), lax.axis_index("head"), tiles - 1 - lax.axis_index("tile")
 
     def q_and_out_tiles(self):
@@ -141,26 +178,30 @@ class _Program:
         return Work(*(self.visits[row, tile, i] for i in range(4)))
 
     def copy(self):
-        """Loads the tiles of keys and values, `STAGES` ahead at most."""
+        """Loads the tiles of keys and values, `stages` ahead at most."""
         plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
         work, (row, head, _) = self.work(), self.place()
-        key_head, num_keys = lax.div(head, self.group), self.k_tiles.shape[1]
+        key_head, (stages, num_keys, _) = lax.div(head, self.group), self.k_tiles.shape
 
-        @pl.loop(0, work.num)
-        def load_tile(i):
-            slot = lax.rem(i, STAGES)
-            keys = (row, pl.ds(work.tile(i) * num_keys, num_keys), key_head)
-            is_reused = i >= STAGES
+        def load_tile(i, tile):
+            slot = lax.rem(i, stages)
+            keys = (row, pl.ds(work.tile(tile) * num_keys, num_keys), key_head)
+            is_reused = i >= stages
             pl.when(is_reused)(lambda: plgpu.barrier_wait(self.k_used.at[slot]))
             plgpu.copy_gmem_to_smem(self.k.at[keys], self.k_tiles.at[slot], self.k_loaded.at[slot])
             pl.when(is_reused)(lambda: plgpu.barrier_wait(self.v_used.at[slot]))
             plgpu.copy_gmem_to_smem(self.v.at[keys], self.v_tiles.at[slot], self.v_loaded.at[slot])
 
+        pl.loop(0, work.num)(lambda i: load_tile(i, i))
+        if self.tiles.keeps_reference:
+            num_again = self.num_repeats() * work.num
+            pl.loop(0, num_again)(lambda i: load_tile(work.num + i, i))
+
     def compute(self):
-        plgpu.set_max_registers(REGISTERS, action="increase")
+        plgpu.set_max_registers(self.tiles.registers, action="increase")
         row, head, tile = self.place()
         warpgroup = lax.axis_index("warpgroup")
-        queries = pl.ds(tile * TILE_Q + warpgroup * 64, 64)
+        queries = pl.ds(tile * self.tiles.num_queries + warpgroup * 64, 64)
         (q_tile, out_tile), q_loaded = self.q_and_out_tiles(), self.q_loaded.at[warpgroup]
         plgpu.copy_gmem_to_smem(self.q.at[row, queries, head], q_tile, q_loaded)
         first, last = (
@@ -188,34 +229,72 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
     def all_tiles(self, out, *, first, last):
-        """(the sum of p V, the largest score in powers of 2, the sum of p) of 64 queries."""
-        work = self.work()
+        """(the sum of p V, the largest score in powers of 2, the sum of p) of 64 queries.
+
+        `keeps_reference`: p of tiles without a mask are made with the largest score of the first
+        one, as floats allow while none is 60 powers of 2 above it: no maxima, and sums need not
+        shrink. Where a sum of p says that one was, all warpgroups begin again, with maxima.
+        """
+        of_queries = dict(first=first, last=last)
+        if not self.tiles.keeps_reference:
+            return self.one_pass(out, **of_queries)
+        _, *statistics = self.one_pass(out, keeps_reference=True, **of_queries)
+        num_tiles = self.work().num
+
+        def again(_, statistics):
+            del statistics
+            plgpu.barrier_arrive(self.v_used.at[lax.rem(num_tiles - 1, self.tiles.stages)])
+            out[...] = jnp.zeros_like(out[...])
+            _, *statistics = self.one_pass(out, num_before=num_tiles, **of_queries)
+            return statistics
+
+        # A loop, as a branch gives no arrays.
+        statistics = lax.fori_loop(0, self.num_repeats(), again, statistics)
+        return out[...], *statistics
+
+    def judge(self, total):
+        """Tells all warpgroups how large sums of p became without maxima."""
+        self.totals[lax.axis_index("warpgroup")] = total.max()
+        plgpu.barrier_arrive(self.judged)
+
+    def num_repeats(self):
+        """1 if a warpgroup's sums of p were too large, else 0: waits for all of them."""
+        plgpu.barrier_wait(self.judged)
+        is_good = [self.totals[i] < MAX_TOTAL for i in range(self.tiles.warpgroups)]
+        return 1 - functools.reduce(jnp.logical_and, is_good).astype(jnp.int32)
+
+    def one_pass(self, out, *, first, last, keeps_reference=False, num_before=None):
+        """Adds p V to `out`; as `all_tiles`.
+
+        num_before: how many tiles were loaded before those of this pass, if any.
+        """
+        work, num_keys, stages = self.work(), self.k_tiles.shape[1], self.tiles.stages
         softmax = functools.partial(self.softmax, first=first, last=last)
-        num_keys = self.k_tiles.shape[1]
         scores = plgpu.ACC((64, num_keys), jnp.float32)
         largest = plgpu.layout_cast(jnp.full((64,), LOWEST, jnp.float32), PER_QUERY)
         total = plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_QUERY)
 
+        def slot_of(i):
+            return lax.rem(i if num_before is None else num_before + i, stages)
+
         def first_scores(ref):
-            self.issue_scores(ref, 0)
+            self.issue_scores(ref, first_slot)
             return ref[...]
 
-        plgpu.barrier_wait(self.k_loaded.at[0])
+        first_slot = 0 if num_before is None else slot_of(0)
+        plgpu.barrier_wait(self.k_loaded.at[first_slot])
         s = pl.run_scoped(first_scores, scores)
-        plgpu.barrier_arrive(self.k_used.at[0])
+        plgpu.barrier_arrive(self.k_used.at[first_slot])
         p, largest, total, _ = softmax(s, (largest, total), keys=work.tile(0) * num_keys)
-        plgpu.barrier_wait(self.v_loaded.at[0])
+        plgpu.barrier_wait(self.v_loaded.at[first_slot])
 
         def step(i, carry, *, is_whole):
             p, *statistics = carry
-            slot, slot_before = (lax.rem(n, STAGES) for n in (i, i - 1))
+            slot, slot_before = (slot_of(n) for n in (i, i - 1))
             plgpu.barrier_wait(self.k_loaded.at[slot])
 
             def beside_product(ref):
-                self.issue_scores(ref, slot)
-                plgpu.wgmma(out, p, self.v_tiles.at[slot_before])
-                s = plgpu.wgmma_accumulator_load(ref, wait_n=1)
-                plgpu.barrier_arrive(self.k_used.at[slot])
+                s = self.scores_beside_product(ref, out=out, p=p, slots=(slot, slot_before))
                 return softmax(s, statistics, keys=None if is_whole else work.tile(i) * num_keys)
 
             p, largest, total, shrink = pl.run_scoped(beside_product, scores)
@@ -226,17 +305,48 @@ class _Program:
             out[...] = sums * by_row(shrink, sums)
             return p.astype(self.v.dtype), largest, total
 
-        carry = p.astype(self.v.dtype), largest, total
-        end_of_whole = jnp.maximum(work.num_whole, 1)
-        carry = lax.fori_loop(1, end_of_whole, functools.partial(step, is_whole=True), carry)
+        def step_by_reference(i, carry):
+            p, total = carry
+            slot, slot_before = (slot_of(n) for n in (i, i - 1))
+            plgpu.barrier_wait(self.k_loaded.at[slot])
+
+            def beside_product(ref):
+                s = self.scores_beside_product(ref, out=out, p=p, slots=(slot, slot_before))
+                p_now = jnp.exp2(s * (self.scale * LOG2_E) - by_row(largest, s))
+                return p_now.astype(self.v.dtype), total + p_now.sum(axis=1)
+
+            carry = pl.run_scoped(beside_product, scores)
+            plgpu.barrier_wait(self.v_loaded.at[slot])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.v_used.at[slot_before])
+            return carry
+
+        p, end_of_whole = p.astype(self.v.dtype), jnp.maximum(work.num_whole, 1)
+        if keeps_reference:
+            p, total = lax.fori_loop(1, end_of_whole, step_by_reference, (p, total))
+            # Now: what overflowed could be hidden when sums shrink by what tiles with a mask hold.
+            self.judge(total)
+            carry = p, largest, total
+        else:
+            whole_step = functools.partial(step, is_whole=True)
+            carry = lax.fori_loop(1, end_of_whole, whole_step, (p, largest, total))
         step = functools.partial(step, is_whole=False)
         p, largest, total = lax.fori_loop(end_of_whole, work.num, step, carry)
-        plgpu.wgmma(out, p, self.v_tiles.at[lax.rem(work.num - 1, STAGES)])
+        plgpu.wgmma(out, p, self.v_tiles.at[slot_of(work.num - 1)])
         return out[...], largest, total
 
     def issue_scores(self, ref, slot):
         q_tile, _ = self.q_and_out_tiles()
         plgpu.wgmma(ref, q_tile, self.k_tiles.at[slot].transpose((1, 0)))
+
+    def scores_beside_product(self, ref, *, out, p, slots):
+        """Scores of a tile, while p of the one before is multiplied with V."""
+        slot, slot_before = slots
+        self.issue_scores(ref, slot)
+        plgpu.wgmma(out, p, self.v_tiles.at[slot_before])
+        s = plgpu.wgmma_accumulator_load(ref, wait_n=1)
+        plgpu.barrier_arrive(self.k_used.at[slot])
+        return s
 
     def softmax(self, s, statistics, *, first, last, keys):
         """(p, largest, total, what sums so far are to be multiplied by).

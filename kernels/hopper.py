@@ -26,11 +26,11 @@ def objection(kernel: str, *, platform: str, compute_capability: str) -> str | N
     return None
 
 
-def run(program) -> None:
+def run(program, warpgroups: int = WARPGROUPS) -> None:
     """Each warpgroup's part of a program with `compute` and `copy`."""
     warpgroup = lax.axis_index("warpgroup")
-    pl.when(warpgroup < WARPGROUPS)(program.compute)
-    pl.when(warpgroup == WARPGROUPS)(program.copy)
+    pl.when(warpgroup < warpgroups)(program.compute)
+    pl.when(warpgroup == warpgroups)(program.copy)
 
 
 def by_row(x, like):

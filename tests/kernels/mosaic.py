@@ -1,13 +1,39 @@
-"""Kernels of Mosaic GPU where no GPU is: interpreted, with their races looked for."""
+"""Kernels of Mosaic GPU where no GPU is: interpreted, with their races looked for.
+
+jax 0.11.2's interpreter lacks what flash attention needs: products whose left operand is in
+registers, writes to accumulators, and TMA's additions. `interpreted` adds them. Products are done
+at once here, so a wait that is missing is not found; what a product reads of shared memory is
+looked at for races, as what TMA reads.
+"""
 
 import contextlib
+import functools
+import importlib
+import threading
 from typing import Any
+from unittest import mock
 
 import jax
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu
 
 plgpu: Any = mosaic_gpu  # jax 0.10.2 has no interpreter there
 IS_GPU = jax.default_backend() == "gpu"
+ADDITIONS = threading.Lock()
+THIS_THREAD = threading.local()
+
+
+def part_of_jax(name: str) -> Any:
+    """Late: jax 0.10.2 has none of the interpreter's."""
+    return importlib.import_module(f"jax._src.{name}")
+
+
+def callbacks() -> Any:
+    return part_of_jax("pallas.mosaic_gpu.interpret.gpu_callbacks")
+
+
+def interpreter() -> Any:
+    return part_of_jax("pallas.mosaic_gpu.interpret.jaxpr_interpret")
 
 
 @contextlib.contextmanager
@@ -16,8 +42,144 @@ def interpreted():
     if IS_GPU:
         yield
         return
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    gpu_callbacks, program = callbacks(), interpreter().JaxprInterpreter
+    primitives = part_of_jax("pallas.mosaic_gpu.primitives")
+    barrier = part_of_jax("pallas.mosaic_gpu.interpret.shared_memory").Barrier
+    swap = functools.partial(_interpret_swap, program._interpret_swap_p)
+    copy = functools.partial(_copy_or_add, gpu_callbacks.copy_smem_to_gmem)
+    task = functools.partial(_task, gpu_callbacks.AsyncCopySmemToGmemTask)
+    with (
+        mock.patch.object(primitives, "wgmma_accumulator_store", _store_accumulator),
+        mock.patch.object(program, "_interpret_wgmma_ref_p", _interpret_product),
+        mock.patch.object(program, "_interpret_swap_p", lambda *operands: swap(*operands)),
+        mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", copy),
+        mock.patch.object(gpu_callbacks, "AsyncCopySmemToGmemTask", task),
+        mock.patch.object(barrier, "deallocate", _release),
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
+    ):
         yield
     assert not gpu_callbacks.get_races().races_found
+
+
+def _release(barrier):
+    """At a program's end, when nobody waits any more for what was used last."""
+    with barrier.cv:
+        barrier.ref_count -= 1
+
+
+def _store_accumulator(accumulator, value):
+    tree = jax.tree.structure(())
+    part_of_jax("state.primitives").swap_p.bind(accumulator, value, tree=tree)
+
+
+def _interpret_swap(in_memory, self, eqn, token, get_invals):
+    core = part_of_jax("pallas.mosaic_gpu.core")
+    if not isinstance(eqn.invars[0].aval, core.WGMMAAbstractAccumulatorRef):
+        return in_memory(self, eqn, token, get_invals)
+    accumulator, values = get_invals()
+    token = part_of_jax("callback").io_callback(
+        functools.partial(_store, source_info=eqn.source_info),
+        callbacks().TOKEN_SHAPE_DTYPE,
+        token=token,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        accumulator=accumulator,
+        values=values,
+    )
+    return token, [values]
+
+
+def _store(*, token, mesh_location, thread, accumulator, values, source_info):
+    gpu_callbacks = callbacks()
+    memory = gpu_callbacks._get_shared_memory()
+    key = gpu_callbacks.HostAllocationKey.from_array(accumulator)
+    info = gpu_callbacks.memory.GPULoggingInfo(mesh_location, thread, source_info)
+    place = key, memory.access(key, ())
+    memory.store_buffer_content(*place, np.array(values), thread, logging_info=info)
+    return token
+
+
+def _interpret_product(self, eqn, token, get_invals):
+    acc, a, b, *leaves = get_invals()
+    names = (f"{name}_transforms_tree" for name in ("acc", "a", "b"))
+    trees = [eqn.params[name] or jax.tree.structure([]) for name in names]
+    transforms = jax.tree.unflatten(jax.tree_util.treedef_tuple(trees), leaves)
+    given = zip(eqn.invars[:3], (acc, a, b), transforms, strict=True)
+    places = [interpreter().resolve_ref(variable.aval, *place) for variable, *place in given]
+    operands, transforms = zip(*places, strict=True)
+    is_in_memory = hasattr(eqn.invars[1].aval, "inner_aval")
+    token = part_of_jax("callback").io_callback(
+        functools.partial(_multiply, is_in_memory=is_in_memory, source_info=eqn.source_info),
+        callbacks().TOKEN_SHAPE_DTYPE,
+        token=token,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        operands=operands,
+        transforms=transforms,
+    )
+    return token, []
+
+
+def _multiply(*, token, mesh_location, thread, operands, transforms, is_in_memory, source_info):
+    gpu_callbacks = callbacks()
+    memory = gpu_callbacks._get_shared_memory()
+    info = gpu_callbacks.memory.GPULoggingInfo(mesh_location, thread, source_info)
+
+    def place_of(operand, transforms):
+        transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+        key = gpu_callbacks.HostAllocationKey.from_array(operand)
+        return key, memory.access(key, transforms)
+
+    def read(operand, transforms):
+        place = place_of(operand, transforms)
+        values, _, _ = memory.get_buffer_content(*place, thread, logging_info=info)
+        # As TMA reads: what threads wrote must have been committed.
+        with memory.lock:
+            clock = memory.clocks[thread]
+            clock.inc(memory.thread_to_vc_position(thread))
+            now = clock.async_smem_clock.copy()
+        gpu_callbacks.get_races().check_read(thread, now, *place, source_info=source_info)
+        return values
+
+    acc, a, b = operands
+    a = read(a, transforms[1]) if is_in_memory else np.asarray(a)
+    b, place = read(b, transforms[2]), place_of(acc, transforms[0])
+    sums, _, _ = memory.get_buffer_content(*place, thread, logging_info=info)
+    # Overflow is a case to test; as an error in this thread it would stop all for good.
+    with np.errstate(all="ignore"):
+        sums = sums + np.matmul(a.astype(sums.dtype), b.astype(sums.dtype))
+    memory.store_buffer_content(*place, sums, thread, logging_info=info)
+    return token
+
+
+def _copy_or_add(copy, *, reduction_op, **options):
+    assert reduction_op in (None, "add")
+    THIS_THREAD.adds = reduction_op == "add"
+    return copy(reduction_op=None, **options)
+
+
+def _task(copies, **options):
+    return (_additions(copies) if THIS_THREAD.adds else copies)(**options)
+
+
+@functools.cache
+def _additions(copies: Any):
+    class Addition(copies):
+        """Additions of several programs to one place are no race."""
+
+        def __call__(self, tma_thread_id):
+            memory = callbacks()._get_shared_memory()
+            content = functools.partial(memory.get_buffer_content, logging_info=self.logging_info)
+            self.pre_read(tma_thread_id, memory)
+            values, _, _ = content(self.src_allocation_key, self.src_access, self.thread)
+            self.clock.inc(tma_thread_id)
+            self.write_clock = self.clock.copy()
+            target = self.dst_allocation_key, self.dst_access
+            with ADDITIONS:
+                before, _, _ = content(*target, self.thread)
+                memory.store_buffer_content(
+                    *target, before + values, self.thread, logging_info=self.logging_info
+                )
+            self.post_write(tma_thread_id, memory)
+
+    return Addition

@@ -1,0 +1,176 @@
+"""Flash attention's programs against float64 and XLA in float32: interpreted, with their races
+looked for, where no GPU is.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale.kernels import flash_attention, flash_backward, flash_forward, flash_spans, hopper
+from jaxscale.kernels.flash_forward import LOG2_E
+from jaxscale.kernels.xla_attention import reference
+from jaxscale.ops.documents import documents_of
+from tests.kernels.mosaic import IS_GPU, interpreted, plgpu
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < hopper.JAX, reason="jax has no interpreter of Mosaic GPU for it"
+)
+# Of the whole array's norm: bfloat16 rounds p and ds at 2e-3.
+RTOL = 5e-3
+# Tokens, query heads, key heads, lengths of documents (padding behind them), window. Head size 64
+# has programs of 256 queries, and of 128 where tokens in whole tiles of 128 are no multiple of it.
+CASES = {
+    "one document": (512, 1, 1, [512], None),
+    "documents, padding, shared keys": (512, 2, 1, [100, 1, 27, 300], None),
+    "window": (512, 1, 1, [512], 70),
+    "no whole tiles": (200, 2, 2, [120, 70], None),
+    "three tiles of 128": (384, 1, 1, [384], None),
+    "nothing but padding": (256, 1, 1, [], None),
+}
+
+
+def operands(name, sizes=(64, 64)):
+    """q, k, v and the gradient of what comes out, then segments [1, S] and the window."""
+    seq, heads, kv_heads, lengths, window = CASES[name]
+    size, v_size = sizes
+    shapes = (heads, size), (kv_heads, size), (kv_heads, v_size), (heads, v_size)
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=(1, seq, *shape)), jnp.bfloat16) for shape in shapes]
+    row = np.repeat(1 + np.arange(len(lengths)), lengths)
+    return arrays, np.pad(row, (0, seq - len(row)))[None].astype(np.int32), window
+
+
+def forward(q, k, v, segments, window=None, cap=None):
+    spans = flash_spans.of_segments(segments, window=window)
+    with interpreted():
+        found = flash_attention._forward(q, k, v, spans=spans, scale=q.shape[-1] ** -0.5, cap=cap)
+        return [np.asarray(x, np.float64) for x in found]
+
+
+def expected(q, k, v, segments, window=None, cap=None):
+    """(output, log-sum-exp) in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    s = np.einsum("bsnh,btnh->bnst", q, k) / q.shape[-1] ** 0.5
+    s = s if cap is None else cap * np.tanh(s / cap)
+    first, last = (np.asarray(x) for x in flash_spans.of_segments(segments, window=window))
+    key = np.arange(q.shape[1])
+    seen = (key >= first[..., None]) & (key < last[..., None])
+    s = np.where(seen[:, None], s, -np.inf)
+    largest = np.maximum(s.max(-1, keepdims=True), -1e30)
+    p = np.exp(s - largest)
+    total = p.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (largest + np.log(total))[..., 0]
+    p /= np.maximum(total, 1e-30)
+    return np.einsum("bnst,btnv->bsnv", p, v), np.where((last > first)[:, None], lse, -np.inf)
+
+
+def assert_forward_is(found, wanted):
+    (out, lse), (wanted_out, wanted_lse) = found, wanted
+    assert np.linalg.norm(out - wanted_out) <= RTOL * np.linalg.norm(wanted_out)
+    # A GPU's exp and log are approximate.
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_head_size_64_forward(name):
+    (q, k, v, _), segments, window = operands(name)
+    assert_forward_is(forward(q, k, v, segments, window), expected(q, k, v, segments, window))
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_forward_with_a_cap_and_of_other_head_sizes(sizes):
+    (q, k, v, _), segments, window = operands("no whole tiles", sizes)
+    cap = 2.0 if sizes[0] != 192 else None
+    # The GPU's tanh is right to 5e-4 of itself, which moves a log-sum-exp by as much.
+    out, lse = forward(q, k, v, segments, window, cap)
+    wanted_out, wanted_lse = expected(q, k, v, segments, window, cap)
+    assert np.linalg.norm(out - wanted_out) <= RTOL * np.linalg.norm(wanted_out)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-3 if cap else 1e-4)
+
+
+def with_scores_above(powers: float, *, rows=None):
+    """Of 512 queries in one document: keys from 150 on score so many powers of 2 above the first
+    tile's, those from 290 on as many more. rows: of these queries only."""
+    (q, k, v, _), segments, _ = operands("one document")
+    q, k = (np.array(x, np.float64) for x in (q, k))
+    q[..., 0], k[..., 0] = 0 if rows else 8, 0
+    if rows:
+        q[:, rows, :, 0] = 8
+    # A score is 8 times it, by 64**-0.5.
+    k[:, 150:, :, 0] = powers / LOG2_E
+    k[:, 290:, :, 0] = 2 * powers / LOG2_E
+    return *(jnp.asarray(x, jnp.bfloat16) for x in (q, k)), v, segments
+
+
+@pytest.mark.parametrize("powers", [20.0, 100.0, 300.0])
+@pytest.mark.parametrize("rows", [None, [300]])
+def test_scores_far_above_those_of_the_first_tile(powers, rows):
+    """With 20 the first tile's scores do as the reference, with 100 sums of p say that they do not,
+    with 300 p is infinite. In the one row there is, the tile with a mask shrinks sums to nothing,
+    which would hide it."""
+    q, k, v, segments = with_scores_above(powers, rows=rows)
+    found = forward(q, k, v, segments)
+    assert np.isfinite(found[0]).all()
+    assert_forward_is(found, expected(q, k, v, segments))
+
+
+def gradients(name, sizes=(64, 64), **options: Any):
+    """(ours, those of XLA in float32) of q, k and v."""
+    (*qkv, cotangent), segments, window = operands(name, sizes)
+    documents = documents_of(segments, segments, max_documents=8)
+    options |= dict(documents=documents, scale=sizes[0] ** -0.5, window=window)
+    with interpreted():
+        attention = functools.partial(flash_attention.attention, **options)
+        found = [np.asarray(x) for x in jax.vjp(attention, *qkv)[1](cotangent)]
+    options.pop("deterministic", None)
+    wide = [x.astype(jnp.float32) for x in (*qkv, cotangent)]
+    with jax.default_matmul_precision("highest"):
+        pull = jax.vjp(functools.partial(reference, **options), *wide[:3])[1]
+        return found, pull(wide[3])
+
+
+def assert_gradients_are(found, wanted):
+    for name, mine, theirs in zip("qkv", found, wanted, strict=True):
+        mine, theirs = (np.asarray(x, np.float64) for x in (mine, theirs))
+        assert np.linalg.norm(mine - theirs) <= 2 * RTOL * np.linalg.norm(theirs), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_head_size_64_backward(name):
+    assert_gradients_are(*gradients(name))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_backward_with_a_cap_and_of_other_head_sizes(sizes, deterministic):
+    if sizes[0] > 128 and deterministic:
+        pytest.skip("the same programs")
+    cap = 2.0 if sizes[0] != 192 else None
+    assert_gradients_are(*gradients("no whole tiles", sizes, cap=cap, deterministic=deterministic))
+
+
+@pytest.mark.skipif(IS_GPU, reason="a GPU looks for no races")
+def test_ds_that_is_written_before_it_was_read_is_found(monkeypatch):
+    def hand_over(self, ds, slot):
+        self.here.ds_tiles.at[slot, self.mine()][...] = ds
+        plgpu.barrier_wait(self.here.ds_used.at[slot])
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.here.ds_made.at[slot])
+
+    monkeypatch.setattr(flash_backward._OfKeys, "hand_over", hand_over)
+    with pytest.raises(AssertionError):
+        gradients("one document")
+
+
+def test_the_form_of_head_size_64_takes_whole_tiles_without_a_cap():
+    def warpgroups(*, head_size=64, seq=512, cap=None):
+        return flash_forward.tiles_of(head_size, seq=seq, cap=cap).warpgroups
+
+    assert warpgroups() == 4
+    assert [warpgroups(seq=384), warpgroups(cap=30.0), warpgroups(head_size=128)] == [2, 2, 2]

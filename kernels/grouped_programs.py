@@ -1,4 +1,4 @@
-"""The programs of grouped products (Pallas Mosaic GPU, for Hopper).
+"""The programs of grouped products (Pallas Mosaic GPU, for Hopper); in 8 bits: `grouped_fp8.py`.
 
 Two warpgroups compute, 64 lines of a tile of the result each, and a third copies. A program makes
 many tiles, and the operands of the next are copied while one is stored. Rows go by
@@ -22,7 +22,8 @@ from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, groups_of, visits_o
 from jaxscale.kernels.hopper import WARPGROUPS, run
 
 TILE_K = TILE_T  # of the weights' gradient: columns of x
-BLOCK = 64  # of what is summed, in one tile of an operand
+LANES = 128  # bytes of a line of a tile of an operand
+BLOCK = LANES // 2  # of what is summed, in one tile of bfloat16
 # As many as a card has multiprocessors: each makes one tile of the result after the other, and its
 # operands are copied while the one before is stored.
 PROGRAMS = 132
@@ -57,30 +58,40 @@ def tiles_for(columns: int) -> Tiles:
 
 def multiply(x_TK, w_EKN, *, group_sizes_E, is_transposed: bool, tiles: Tiles | None = None):
     """x's rows times their group's matrix, [T, N]; or times its transpose, of x [T, N]: [T, K]."""
-    num_rows = len(x_TK)
     columns = w_EKN.shape[1] if is_transposed else w_EKN.shape[2]
-    tiles = tiles or tiles_for(columns)
-    visits = visits_of(group_sizes_E, num_rows=num_rows)
-    programs = min(PROGRAMS, len(visits.tiles) * -(-columns // tiles.columns))
-    w_tile = (tiles.columns, BLOCK) if is_transposed else (BLOCK, tiles.columns)
+    visits = visits_of(group_sizes_E, num_rows=len(x_TK))
+    return launch(
+        functools.partial(Product, is_transposed=is_transposed),
+        (x_TK, w_EKN, *visits),
+        tiles=tiles or tiles_for(columns),
+        columns=columns,
+        out_dtype=x_TK.dtype,
+        is_transposed=is_transposed,
+    )
+
+
+def launch(program, operands, *, tiles: Tiles, columns: int, out_dtype, is_transposed: bool):
+    """[T, columns] by `Product`, or what is made of it; operands: x, w, `Visits`, and its own."""
+    x, w, visits, *_ = operands
+    programs = min(PROGRAMS, len(visits) * -(-columns // tiles.columns))
+    block = LANES // x.dtype.itemsize
+    w_tile = (tiles.columns, block) if is_transposed else (block, tiles.columns)
 
     # Its name is the kernel's, in programs and traces.
     def grouped_matmul(*refs, **scratch):
-        how: dict[str, Any] = dict(tiles=tiles, programs=programs, is_transposed=is_transposed)
-        run(_Product(*refs, **scratch | how))
+        run(program(*refs, **scratch, tiles=tiles, programs=programs))
 
     kernel = plgpu.kernel(
         grouped_matmul,
-        out_type=jax.ShapeDtypeStruct((num_rows, columns), x_TK.dtype),
-        scratch_types=_scratch(tiles, ((TILE_T, BLOCK), w_tile), like=x_TK, out_dtype=x_TK.dtype),
+        out_type=jax.ShapeDtypeStruct((len(x), columns), out_dtype),
+        scratch_types=_scratch(tiles, ((TILE_T, block), w_tile), like=(x, w), out_dtype=out_dtype),
         grid=(programs,),
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
     )
     # The barrier as in `flash_forward`: in a scan XLA would run the kernel twice.
-    y_TN = lax.optimization_barrier(kernel(x_TK, w_EKN, *visits))
-    return hopper.varying(y_TN, x_TK, w_EKN, group_sizes_E)
+    return hopper.varying(lax.optimization_barrier(kernel(*operands)), *operands)
 
 
 def weight_gradient(x_TK, grad_TN, *, group_sizes_E, out_dtype, tiles: Tiles | None = None):
@@ -102,7 +113,7 @@ def weight_gradient(x_TK, grad_TN, *, group_sizes_E, out_dtype, tiles: Tiles | N
         grouped_weight_gradient,
         out_type=jax.ShapeDtypeStruct((num_groups, size, columns), out_dtype),
         scratch_types=dict(
-            **_scratch(tiles, operands, like=x_TK, out_dtype=out_dtype),
+            **_scratch(tiles, operands, like=(x_TK, grad_TN), out_dtype=out_dtype),
             masked=plgpu.Barrier(num_arrivals=WARPGROUPS),
         ),
         grid=(programs,),
@@ -115,13 +126,18 @@ def weight_gradient(x_TK, grad_TN, *, group_sizes_E, out_dtype, tiles: Tiles | N
 
 
 def _scratch(tiles: Tiles, operands, *, like, out_dtype) -> dict[str, Any]:
-    """Shared memory and barriers of both kernels; operands: the shapes of a tile of each."""
-    lhs, rhs = operands
-    tiled = plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128)
-    lanes = 128 // jnp.dtype(out_dtype).itemsize
+    """Shared memory and barriers of the kernels; operands: the shapes of a tile of each."""
+    lanes = LANES // jnp.dtype(out_dtype).itemsize
+
+    def tiles_of(shape, array):
+        tiled = plgpu.TilingTransform((8, LANES // array.dtype.itemsize))
+        transforms = tiled, plgpu.SwizzleTransform(LANES)
+        return plgpu.SMEM((tiles.stages, *shape), array.dtype, transforms=transforms)
+
+    lhs, rhs = map(tiles_of, operands, like)
     return dict(
-        lhs_tiles=plgpu.SMEM((tiles.stages, *lhs), like.dtype, transforms=tiled),
-        rhs_tiles=plgpu.SMEM((tiles.stages, *rhs), like.dtype, transforms=tiled),
+        lhs_tiles=lhs,
+        rhs_tiles=rhs,
         parts=plgpu.SMEM((WARPGROUPS, 2, 64, lanes), out_dtype, transforms=_by_row(lanes)),
         loaded=plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
         used=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiles.stages),
@@ -141,6 +157,7 @@ class _Work(NamedTuple):
 
     first: the first row of x; begin, end: the rows that count. line, column: the first of the
     result's. stored: which of the warpgroup's own 64 lines, from and to. num_blocks: of the sum.
+    scale: what undoes the operands' scales, if they have some.
     """
 
     group: Any
@@ -151,6 +168,7 @@ class _Work(NamedTuple):
     line: Any
     stored: tuple[Any, Any]
     num_blocks: Any
+    scale: Any = None
 
 
 def own_lines():
@@ -246,8 +264,8 @@ class _Program:
     def slot(self, i):
         return lax.rem(i, self.tiles.stages)
 
-    def sums(self, work, count):
-        """float32 [64, columns]."""
+    def sums(self, work, count) -> list[Any]:
+        """float32 [64, columns], in one or more parts of as many columns."""
 
         def add_up(sums):
             @pl.loop(0, work.num_blocks)
@@ -266,7 +284,7 @@ class _Program:
             pl.when(work.num_blocks > 0)(lambda: plgpu.barrier_arrive(self.used.at[last]))
             return made
 
-        return pl.run_scoped(add_up, plgpu.ACC((64, self.tiles.columns), jnp.float32))
+        return [pl.run_scoped(add_up, plgpu.ACC((64, self.tiles.columns), jnp.float32))]
 
     def store(self, sums, work):
         """The lines of `work.stored`, 128 bytes of each at a time."""
@@ -275,7 +293,10 @@ class _Program:
             part = self.parts.at[lax.axis_index("warpgroup"), number % 2]
             # One part may still be read while the next is written; of the tile before, none.
             plgpu.wait_smem_to_gmem(1 if number else 0, wait_read_only=True)
-            values = sums[:, number * lanes : (number + 1) * lanes]
+            which, first = divmod(number * lanes, sums[0].shape[1])
+            values = sums[which][:, first : first + lanes]
+            if work.scale is not None:
+                values *= work.scale
             part[...] = values.astype(part.dtype)
             plgpu.commit_smem()
             self.store_part(part, work, columns=pl.ds(work.column + number * lanes, lanes))
@@ -295,7 +316,7 @@ class _Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Product(_Program):
+class Product(_Program):
     """The program of `multiply`. w: [E, K, N]; table and num: `Visits`."""
 
     x: Any
@@ -305,6 +326,10 @@ class _Product(_Program):
     out: Any
     _: dataclasses.KW_ONLY
     is_transposed: bool
+
+    @property
+    def block(self) -> int:
+        return self.lhs_tiles.shape[-1]
 
     @property
     def num_columns(self) -> int:
@@ -335,11 +360,12 @@ class _Product(_Program):
             column=column * self.tiles.columns,
             line=first,
             stored=(jnp.clip(begin - own, 0, 64), jnp.clip(end - own, 0, 64)),
-            num_blocks=jnp.where(has_product, self.x.shape[1] // BLOCK, 0),
+            num_blocks=jnp.where(has_product, self.x.shape[1] // self.block, 0),
         )
 
     def sources(self, work, i):
-        columns, summed = pl.ds(work.column, self.tiles.columns), pl.ds(i * BLOCK, BLOCK)
+        columns = pl.ds(work.column, self.tiles.columns)
+        summed = pl.ds(i * self.block, self.block)
         place = (columns, summed) if self.is_transposed else (summed, columns)
         return self.x.at[pl.ds(work.first, TILE_T), summed], self.w.at[(work.group, *place)]
 

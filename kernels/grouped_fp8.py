@@ -1,0 +1,150 @@
+"""Products of groups of rows, each with a matrix of its own, of operands in 8 bits, on Hopper.
+
+As `grouped_programs.py` makes them in bfloat16, with half the bytes. Tensor cores take 8 bits with
+what is summed last alone, so a matrix is needed both ways: for the product, and for x's gradient.
+The matrices' own gradients are not made so (docs/kernels.md): they sum over few rows.
+
+T rows (tokens), E groups (experts), K what is summed, N columns of the result.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxscale.kernels import hopper
+from jaxscale.kernels.grouped_programs import STAGES, Product, Tiles, launch, own_lines
+from jaxscale.kernels.grouped_visits import ALIGNED, visits_of
+
+BLOCK = 128  # of what is summed, in one tile of an operand
+DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+COLUMNS = (256, 128)
+# Of a tile's columns those whose sums are on the tensor cores at once, where they leave them again
+# and again: 64 of a thread's registers, beside 128 of all its sums.
+PART = 128
+
+
+def supported(x_TK, w_ENK, *, platform: str, compute_capability: str = "9.0") -> str | None:
+    """None if `multiply` can run these shapes on this platform ("gpu"), else the reason."""
+    name = "the grouped product in 8 bits"
+    if reason := hopper.objection(name, platform=platform, compute_capability=compute_capability):
+        return reason
+    for operand in (x_TK, w_ENK):
+        if operand.dtype not in DTYPES:
+            return f"{name} is of float8_e4m3fn or float8_e5m2, not {operand.dtype}"
+    if not x_TK.shape[0] or x_TK.shape[0] % ALIGNED:
+        return f"{name} takes a multiple of {ALIGNED} rows, not {x_TK.shape[0]}"
+    if odd := objection(w_ENK.shape):
+        return f"{name} is of matrices {odd}"
+    return None
+
+
+def objection(shape) -> str | None:
+    """What is wrong with matrices of this shape [E, ., .], if anything."""
+    odd = [size for size in shape[1:] if not size or size % BLOCK]
+    return f"of multiples of {BLOCK}, not {odd[0]}" if odd else None
+
+
+def reference(x_TK, w_ENK, *, x_scale, w_scale_E, group_sizes_E, out_dtype):
+    """The same by XLA, out of wide operands: bfloat16 holds a value times a power of two."""
+    x_TK = x_TK.astype(jnp.bfloat16) * x_scale.astype(jnp.bfloat16)
+    w_ENK = w_ENK.astype(jnp.bfloat16) * w_scale_E.astype(jnp.bfloat16)[:, None, None]
+    y_TN = lax.ragged_dot(
+        x_TK,
+        w_ENK.transpose(0, 2, 1),
+        group_sizes_E.astype(jnp.int32),
+        preferred_element_type=jnp.float32,
+    )
+    return y_TN.astype(out_dtype)
+
+
+def multiply(
+    x_TK,
+    w_ENK,
+    *,
+    x_scale,
+    w_scale_E,
+    group_sizes_E,
+    out_dtype,
+    is_accurate: bool = False,
+    tiles: Tiles | None = None,
+):
+    """The rows of group e times w[e], scaled: [T, N] of `out_dtype`, bfloat16 or float32.
+
+    Both e4m3 or e5m2, with scales that are float32 powers of two: one for x, and one for each
+    group's matrix. Rows behind the last group may hold anything, and give zeros. is_accurate: each
+    128 of a sum leave the tensor cores' short accumulators, as gradients need.
+    """
+    columns = w_ENK.shape[1]
+    visits = visits_of(group_sizes_E.astype(jnp.int32), num_rows=len(x_TK))
+    # Nobody's rows have the last: zeros stay zeros whatever is in x.
+    scales = jnp.append(x_scale * w_scale_E, jnp.float32(1))
+
+    def program(*refs, **scratch):
+        x, w, table, num, scale, out = refs
+        how: dict[str, Any] = dict(is_transposed=True, is_accurate=is_accurate, scale=scale)
+        return _Scaled(x, w, table, num, out, **how, **scratch)
+
+    return launch(
+        program,
+        (x_TK, w_ENK, *visits, scales[visits.tiles[:, 0]]),
+        tiles=tiles or tiles_for(columns),
+        columns=columns,
+        out_dtype=out_dtype,
+        is_transposed=True,
+    )
+
+
+def tiles_for(columns: int) -> Tiles:
+    """Those for results of so many columns, as in `grouped_programs.tiles_for`."""
+    width = min(COLUMNS, key=lambda width: -(-columns // width) * width)
+    return Tiles(columns=width, stages=STAGES[width])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scaled(Product):
+    """scale: float32, one for each of `Visits`."""
+
+    scale: Any
+    is_accurate: bool
+
+    def entries(self, i):
+        tile, _ = self.place(i)
+        return *super().entries(i), self.scale[tile]
+
+    def work(self, i, entries):
+        *entries, scale = entries
+        return super().work(i, entries)._replace(scale=scale)
+
+    def sums(self, work, count):
+        if not self.is_accurate:
+            return super().sums(work, count)
+        width = min(PART, self.tiles.columns)
+        zeros = jnp.zeros((64, width), jnp.float32)
+        zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+        def with_block(i, sums):
+            slot = self.slot(count + i)
+            plgpu.barrier_wait(self.loaded.at[slot])
+            made = [
+                total + self.product(slot, pl.ds(number * width, width))
+                for number, total in enumerate(sums)
+            ]
+            plgpu.barrier_arrive(self.used.at[slot])
+            return made
+
+        num_parts = self.tiles.columns // width
+        return lax.fori_loop(0, work.num_blocks, with_block, [zeros] * num_parts)
+
+    def product(self, slot, columns):
+        """Of one block and some of the tile's columns: float32 [64, columns]."""
+
+        def multiply(sums):
+            rhs = self.rhs_tiles.at[slot, columns].transpose((1, 0))
+            plgpu.wgmma(sums, self.lhs_tiles.at[slot, own_lines()], rhs)
+            return sums[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((64, columns.size), jnp.float32))

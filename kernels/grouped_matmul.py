@@ -33,11 +33,24 @@ def supported(x_TK, w_EKN, *, platform: str, compute_capability: str = "9.0") ->
 
 def reference(x_TK, w_EKN, *, group_sizes_E):
     """The same by XLA, which on GPUs multiplies all rows with all matrices."""
-    _check(x_TK, w_EKN, group_sizes_E=group_sizes_E)
+    check(x_TK, w_EKN, group_sizes_E=group_sizes_E)
     w_EKN = w_EKN.astype(x_TK.dtype)
     sizes_E = group_sizes_E.astype(jnp.int32)
     y_TN = lax.ragged_dot(x_TK, w_EKN, sizes_E, preferred_element_type=jnp.float32)
     return y_TN.astype(x_TK.dtype)
+
+
+def reference_weight_gradient(x_TK, grad_TN, *, group_sizes_E, out_dtype):
+    """As `weight_gradient`, by XLA."""
+    rows = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[],
+    )
+    sizes_E = group_sizes_E.astype(jnp.int32)
+    return lax.ragged_dot_general(
+        x_TK, grad_TN, sizes_E, rows, preferred_element_type=jnp.float32
+    ).astype(out_dtype)
 
 
 def grouped_matmul(x_TK, w_EKN, *, group_sizes_E):
@@ -47,7 +60,7 @@ def grouped_matmul(x_TK, w_EKN, *, group_sizes_E):
     float32. w may be float32: it is rounded to x's dtype here, and its gradient is float32 then.
     Raises ValueError for shapes that do not fit each other.
     """
-    _check(x_TK, w_EKN, group_sizes_E=group_sizes_E)
+    check(x_TK, w_EKN, group_sizes_E=group_sizes_E)
     return _grouped_matmul(x_TK, w_EKN, group_sizes_E.astype(jnp.int32))
 
 
@@ -74,7 +87,8 @@ def _backward(residuals, grad_TN):
 _grouped_matmul.defvjp(_forward, _backward)
 
 
-def _check(x_TK, w_EKN, *, group_sizes_E) -> None:
+def check(x_TK, w_EKN, *, group_sizes_E) -> None:
+    """Raises ValueError for shapes that do not fit each other."""
     arrays = dict(x=(x_TK, "TK"), w=(w_EKN, "EKN"), group_sizes=(group_sizes_E, "E"))
     for name, (array, dims) in arrays.items():
         if array.ndim != len(dims):

@@ -7,9 +7,12 @@ import functools
 import logging
 
 import jax
+import jax.numpy as jnp
 
 from jaxscale import sharding as shd
-from jaxscale.kernels import grouped_matmul
+from jaxscale.config import Recipe
+from jaxscale.kernels import grouped_fp8, grouped_matmul
+from jaxscale.ops import fp8
 from jaxscale.ops.execution import Execution
 
 log = logging.getLogger(__name__)
@@ -20,6 +23,7 @@ def grouped_product(
     w_EKN,
     *,
     group_sizes_RE,
+    name: str,
     execution: Execution,
     tokens: str = "batch",
     inputs: str = "_",
@@ -32,6 +36,9 @@ def grouped_product(
     is; integers, of a run no more than its rows. No capacity, no padding; sums are float32. The
     gradient of w has w's dtype, float32 or x's.
 
+    name: by which config.precision.weights speaks of w; where that says so y and the gradient of x
+    are products in 8 bits, with scales of a device's own rows, and of each of its matrices.
+
     tokens, inputs, outputs: the logical axes of T, K and N. Of the mesh axes that split inputs y is
     the sum. E is whole on each device. Raises ValueError for shapes that do not fit each other.
     """
@@ -43,7 +50,7 @@ def grouped_product(
                 f"group_sizes has {len(group_sizes_RE)} runs on each device that splits "
                 f"{tokens!r}; it must have one"
             )
-        y_TN = _on_device(x_TK, w_EKN, group_sizes_RE[0], execution=execution)
+        y_TN = _on_device(x_TK, w_EKN, group_sizes_RE[0], name=name, execution=execution)
         return jax.lax.psum(y_TN, summed_over) if summed_over else y_TN
 
     mapped = shd.shard_map(
@@ -54,19 +61,23 @@ def grouped_product(
     return mapped(x_TK, w_EKN, group_sizes_RE)
 
 
-def _on_device(x_TK, w_EKN, group_sizes_E, *, execution: Execution):
-    reason = grouped_matmul.supported(
-        x_TK,
-        w_EKN,
-        platform=execution.platform,
-        compute_capability=execution.compute_capability,
-    )
+def _on_device(x_TK, w_EKN, group_sizes_E, *, name: str, execution: Execution):
+    if (how := execution.fp8) is not None and how.is_for(name):
+        if not (objection := _objection(w_EKN, how)):
+            operands = _varying_alike(x_TK, w_EKN, group_sizes_E)
+            return _in_8_bits(*operands, name=name, execution=execution)
+        _say_once(f"products of {name!r} are made in {x_TK.dtype.name}: {objection}")
+    reason = grouped_matmul.supported(x_TK, w_EKN, **_device(execution))
     if reason is None:
         x_TK, w_EKN, group_sizes_E = _varying_alike(x_TK, w_EKN, group_sizes_E)
         return grouped_matmul.grouped_matmul(x_TK, w_EKN, group_sizes_E=group_sizes_E)
     if execution.platform != "cpu":
         _say_once(f"all rows are multiplied with all {len(w_EKN)} matrices: {reason}")
     return grouped_matmul.reference(x_TK, w_EKN, group_sizes_E=group_sizes_E)
+
+
+def _device(execution: Execution) -> dict[str, str]:
+    return dict(platform=execution.platform, compute_capability=execution.compute_capability)
 
 
 def _varying_alike(*arrays):
@@ -82,3 +93,101 @@ def _varying_alike(*arrays):
 @functools.cache
 def _say_once(message: str) -> None:
     log.warning("%s", message)
+
+
+# Products of operands in 8 bits.
+
+
+def _objection(w_EKN, how: fp8.Fp8) -> str | None:
+    """Why there is no such product of these matrices, if so."""
+    if how.recipe != Recipe.FP8_TENSORWISE:
+        return f"grouped products know {Recipe.FP8_TENSORWISE.value}, not {how.recipe.value}"
+    odd = grouped_fp8.objection(w_EKN.shape)
+    return f"a device's matrices are {odd}" if odd else None
+
+
+def _in_8_bits(x_TK, w_EKN, group_sizes_E, *, name: str, execution: Execution):
+    """y and x's gradient of operands in 8 bits; w's gradient in x's dtype.
+
+    A sum over a group's few rows has more to read and store than to multiply: with 256 rows a group
+    half the bytes of x and of what comes backwards are 16% of all, and turning both over would
+    move as many.
+    """
+    grouped_matmul.check(x_TK, w_EKN, group_sizes_E=group_sizes_E)
+    how, dtype = execution.fp8, x_TK.dtype
+    assert how is not None
+    if how.weight_gradients:
+        _say_once(f"the gradients of the matrices {name!r} are made in {dtype.name}")
+    tell = functools.partial(fp8.tell, how.observe)
+    multiply = functools.partial(multiply_8_bits, out_dtype=dtype, execution=execution)
+
+    @jax.custom_vjp
+    def product(x_TK, w_EKN, group_sizes_E):
+        return forward(x_TK, w_EKN, group_sizes_E)[0]
+
+    def forward(x_TK, w_EKN, group_sizes_E):
+        # Out of x's dtype, as `linear` rounds weights.
+        narrow_EKN = w_EKN.astype(dtype)
+        w, turned = matrices_in_8_bits(narrow_EKN)
+        tell(f"{name}.weight", before=narrow_EKN, after=w)
+        x = rows_in_8_bits(x_TK, group_sizes_E, dtype=fp8.FORWARD)
+        tell(f"{name}.x", before=x_TK, after=x)
+        y_TN = multiply(x, turned, group_sizes_E=group_sizes_E)
+        # An array without values tells the dtype of the gradient.
+        return y_TN, (x_TK, w, group_sizes_E, jnp.zeros((0,), w_EKN.dtype))
+
+    def backward(residuals, grad_TN):
+        x_TK, w, group_sizes_E, like_w = residuals
+        grad = rows_in_8_bits(grad_TN, group_sizes_E, dtype=how.gradient_dtype)
+        tell(f"{name}.gradient", before=grad_TN, after=grad)
+        dx_TK = multiply(grad, w, group_sizes_E=group_sizes_E, is_accurate=True)
+        weight_gradient = _weight_gradient_by(x_TK, w.values.shape, execution=execution)
+        options = dict(group_sizes_E=group_sizes_E, out_dtype=like_w.dtype)
+        return dx_TK, weight_gradient(x_TK, grad_TN, **options), None
+
+    product.defvjp(forward, backward)
+    return product(x_TK, w_EKN, group_sizes_E)
+
+
+def matrices_in_8_bits(w_EKN) -> tuple[fp8.Quantised, fp8.Quantised]:
+    """w as it is, for x's gradient, and [E, N, K], for y; a scale for each matrix.
+
+    XLA rounds both in one launch, which reads w once, after that for largest values.
+    """
+    w = fp8.quantise(w_EKN, fp8.FORWARD, runs=(1, *w_EKN.shape[1:]))
+    return w, fp8.Quantised(w.values.transpose(0, 2, 1), w.scale)
+
+
+def rows_in_8_bits(x_TK, group_sizes_E, *, dtype) -> fp8.Quantised:
+    """With a scale for the rows that are of a group: what others hold is nobody's."""
+    is_used = jnp.arange(len(x_TK))[:, None] < group_sizes_E.sum(dtype=jnp.int32)
+    used_TK = jnp.where(is_used, x_TK, 0)
+    return fp8.quantise_with(fp8.scale_for(used_TK, dtype, runs=x_TK.shape), x_TK, dtype=dtype)
+
+
+def multiply_8_bits(
+    x: fp8.Quantised,
+    w: fp8.Quantised,
+    *,
+    group_sizes_E,
+    out_dtype,
+    execution: Execution,
+    is_accurate: bool = False,
+):
+    """By our kernel; or, where the config says `emulate`, the same of wide operands."""
+    scales = dict(x_scale=x.scale.reshape(()), w_scale_E=w.scale.reshape(-1))
+    options = dict(group_sizes_E=group_sizes_E, out_dtype=out_dtype, **scales)
+    reason = grouped_fp8.supported(x.values, w.values, **_device(execution))
+    if reason is None:
+        return grouped_fp8.multiply(x.values, w.values, is_accurate=is_accurate, **options)
+    if execution.platform != "cpu":
+        _say_once(f"all rows are multiplied with all {len(w.values)} matrices: {reason}")
+    return grouped_fp8.reference(x.values, w.values, **options)
+
+
+def _weight_gradient_by(x_TK, shape, *, execution: Execution):
+    """Our kernel, or XLA."""
+    matrices_EKN = jax.ShapeDtypeStruct(shape, x_TK.dtype)
+    if grouped_matmul.supported(x_TK, matrices_EKN, **_device(execution)):
+        return grouped_matmul.reference_weight_gradient
+    return grouped_matmul.weight_gradient

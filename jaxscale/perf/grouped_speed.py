@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxscale.kernels import grouped_matmul, grouped_programs
+from jaxscale.kernels import grouped_fp8, grouped_matmul, grouped_programs
+from jaxscale.ops import fp8
+from jaxscale.ops.execution import Execution
+from jaxscale.ops.grouped import matrices_in_8_bits, multiply_8_bits, rows_in_8_bits
 from jaxscale.perf.turns import in_one_program, in_turns
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
@@ -82,7 +85,12 @@ def _case(name: str, case: Case) -> Iterator[str]:
         functions: dict[str, Callable] = {"dense": DENSE[product]}
         if not reason:
             functions["ours"] = OURS[product]
+            if product in IN_8_BITS and not grouped_fp8.objection(arrays[1].shape):
+                functions["rounding and fp8"] = _with_rounding(product)
         timings = in_one_program(functions, sets)
+        if "rounding and fp8" in functions:
+            in_8_bits = [jax.jit(ROUNDED[product])(*each) for each in sets]
+            timings |= in_one_program({"fp8": IN_8_BITS[product]}, in_8_bits)
         found = None if reason else jax.jit(OURS[product])
         if expanded_gib <= MOST_EXPANDED_GIB:
             by_xla = jax.jit(_by_xla(product))
@@ -138,6 +146,39 @@ DENSE: dict[str, Callable] = dict(
     dgrad=lambda x_TK, w_EKN, grad_TN, _: grad_TN @ w_EKN[0].T,
     wgrad=lambda x_TK, w_EKN, grad_TN, _: x_TK.T @ grad_TN,
 )
+
+
+# In 8 bits: the operands of a product, and the product of them.
+def _forward_operands(x_TK, w_EKN, grad_TN, group_sizes_E):
+    x = rows_in_8_bits(x_TK, group_sizes_E, dtype=fp8.FORWARD)
+    return x, matrices_in_8_bits(w_EKN)[1], group_sizes_E
+
+
+def _dgrad_operands(x_TK, w_EKN, grad_TN, group_sizes_E):
+    grad = rows_in_8_bits(grad_TN, group_sizes_E, dtype=jnp.float8_e5m2)
+    return grad, matrices_in_8_bits(w_EKN)[0], group_sizes_E
+
+
+def _in_8_bits(is_accurate: bool) -> Callable:
+    def multiply(x, w, group_sizes_E):
+        return multiply_8_bits(
+            x,
+            w,
+            group_sizes_E=group_sizes_E,
+            out_dtype=jnp.bfloat16,
+            execution=Execution(),
+            is_accurate=is_accurate,
+        )
+
+    return multiply
+
+
+ROUNDED: dict[str, Callable] = dict(forward=_forward_operands, dgrad=_dgrad_operands)
+IN_8_BITS = dict(forward=_in_8_bits(is_accurate=False), dgrad=_in_8_bits(is_accurate=True))
+
+
+def _with_rounding(product: str) -> Callable:
+    return lambda *arrays: IN_8_BITS[product](*ROUNDED[product](*arrays))
 
 
 def _by_xla(product: str) -> Callable:

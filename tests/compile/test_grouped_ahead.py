@@ -1,5 +1,6 @@
 """Grouped products compiled for H100s that are not here: what becomes of them."""
 
+import functools
 import re
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 
 from jaxscale import sharding as shd
 from jaxscale.compile import ahead
-from jaxscale.kernels import grouped_programs, hopper
+from jaxscale.config import PrecisionConfig, Recipe
+from jaxscale.kernels import grouped_fp8, grouped_programs, hopper
 from jaxscale.ops.execution import Execution
+from jaxscale.ops.fp8 import fp8_of
 from jaxscale.ops.grouped import grouped_product
 
 pytestmark = [
@@ -21,16 +24,21 @@ pytestmark = [
 ]
 ROWS, GROUPS, K, N, LAYERS = 4096, 16, 512, 768, 2
 RULES = shd.Rules(batch=("data", "fsdp"), mlp="tensor", layers=None)
-EXECUTION = Execution(platform="gpu")
+EXECUTIONS = {
+    recipe: Execution(
+        platform="gpu", fp8=fp8_of(PrecisionConfig(recipe=recipe, weight_gradients=False))
+    )
+    for recipe in (Recipe.DTYPE, Recipe.FP8_TENSORWISE)
+}
 OPTIONS: dict[str, Any] = dict(ahead.COMPILER_OPTIONS)
 
 
-def update(stack_LEKN, x_TK, group_sizes_RE):
+def update(stack_LEKN, x_TK, group_sizes_RE, *, execution: Execution):
     """The gradient through layers in a scan: up by columns, down by rows."""
 
     def layer(x_TK, weights):
         up_EKN, down_ENK = weights
-        options = dict(group_sizes_RE=group_sizes_RE, execution=EXECUTION)
+        options = dict(group_sizes_RE=group_sizes_RE, name="up", execution=execution)
         h_TN = grouped_product(x_TK, up_EKN, outputs="mlp", **options)
         return grouped_product(jax.nn.silu(h_TN), down_ENK, inputs="mlp", **options), None
 
@@ -40,10 +48,15 @@ def update(stack_LEKN, x_TK, group_sizes_RE):
     return jax.grad(loss, (0, 1))(stack_LEKN, x_TK)
 
 
-@pytest.fixture(scope="module", params=["explicit", "auto"])
+@pytest.fixture(
+    scope="module",
+    params=[(kind, recipe) for recipe in EXECUTIONS for kind in ("explicit", "auto")],
+    ids=str,
+)
 def program(request) -> str:
+    kind, recipe = request.param
     devices = ahead.devices_of("h100", hosts=1, gpus_per_host=4)
-    mesh = shd.make_mesh(fsdp=2, tensor=2, devices=devices, axis_types=request.param)
+    mesh = shd.make_mesh(fsdp=2, tensor=2, devices=devices, axis_types=kind)
     with shd.use(mesh, RULES):
 
         def array(shape, axes, *, dtype=jnp.bfloat16):
@@ -55,7 +68,8 @@ def program(request) -> str:
             array((LAYERS, GROUPS, N, K), "layers _ mlp _"),
         )
         sizes = array((2, GROUPS), "batch _", dtype=jnp.int32)
-        lowered = jax.jit(update).lower(stack, array((ROWS, K), "batch _"), sizes)
+        loss = functools.partial(update, execution=EXECUTIONS[recipe])
+        lowered = jax.jit(loss).lower(stack, array((ROWS, K), "batch _"), sizes)
         return ahead.text_of(lowered.compile(compiler_options=OPTIONS))
 
 
@@ -97,3 +111,39 @@ def test_nothing_is_spilled(columns, monkeypatch, capfd):
     output = "".join(capfd.readouterr())
     assert output.count("0 bytes spill stores, 0 bytes spill loads") == 4
     assert output.count("spill stores") == 4
+
+
+@pytest.mark.parametrize("columns", grouped_fp8.COLUMNS)
+def test_in_8_bits_nothing_is_spilled_either(columns, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    (device,) = ahead.devices_of("h100", hosts=1, gpus_per_host=1)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def products(x_TK, w_ENK, x_scale, w_scale_E, group_sizes_E):
+        options: dict[str, Any] = dict(
+            x_scale=x_scale,
+            w_scale_E=w_scale_E,
+            group_sizes_E=group_sizes_E,
+            out_dtype=jnp.bfloat16,
+            tiles=grouped_programs.Tiles(columns, grouped_programs.STAGES[columns]),
+        )
+        return [
+            grouped_fp8.multiply(x_TK, w_ENK, is_accurate=is_accurate, **options)
+            for is_accurate in (False, True)
+        ]
+
+    # Of this test alone: a program that has been compiled is not compiled again.
+    arrays = (
+        array((24 * columns, K), jnp.float8_e5m2),
+        array((GROUPS, N, K), jnp.float8_e4m3fn),
+        array((), jnp.float32),
+        array((GROUPS,), jnp.float32),
+        array((GROUPS,), jnp.int32),
+    )
+    jax.jit(products).lower(*arrays).compile(compiler_options=OPTIONS)
+    output = "".join(capfd.readouterr())
+    assert output.count("0 bytes spill stores, 0 bytes spill loads") == 2
+    assert output.count("spill stores") == 2

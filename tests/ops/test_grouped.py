@@ -1,14 +1,20 @@
 """Grouped products on any layout: what each device does with its own run of rows."""
 
+import dataclasses
 import logging
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import sharding as shd
+from jaxscale.config import Float8, PrecisionConfig, Recipe
+from jaxscale.ops import grouped
 from jaxscale.ops.execution import Execution
+from jaxscale.ops.fp8 import fp8_of
 from jaxscale.ops.grouped import grouped_product
 
 RULES = shd.Rules(batch=("data", "fsdp"), mlp="tensor")
@@ -50,6 +56,7 @@ def product(x_TK, w_EKN, slope_TN, group_sizes_RE, *, split="whole"):
             x_TK,
             w_EKN,
             group_sizes_RE=group_sizes_RE,
+            name="up",
             execution=EXECUTION,
             inputs=inputs,
             outputs=outputs,
@@ -124,7 +131,125 @@ def test_why_the_kernel_is_not_used_is_said_once_on_a_gpu(caplog):
             grouped_product(
                 *arrays[:2],
                 group_sizes_RE=arrays[3],
+                name="up",
                 execution=Execution(platform="gpu", compute_capability="8.0"),
             )
     (line,) = [record.message for record in caplog.records]
     assert line.startswith("all rows are multiplied with all 3 matrices: the grouped product is")
+
+
+# Products in 8 bits.
+
+SHAPE_IN_8_BITS = 64, 3, 128, 256
+
+
+def recipe(**changes) -> Execution:
+    config = PrecisionConfig(recipe=Recipe.FP8_TENSORWISE, weight_gradients=False)
+    return Execution(platform="cpu", fp8=fp8_of(dataclasses.replace(config, **changes)))
+
+
+def operands_in_8_bits(num_runs: int, *, dtype=jnp.float32):
+    """x_TK, w_EKN, the slope of y, group_sizes_RE; a group is empty, one has a row."""
+    (T, E, K, N), rng = SHAPE_IN_8_BITS, np.random.default_rng(1)
+    arrays = [jnp.asarray(rng.normal(size=size), dtype) for size in ((T, K), (E, K, N), (T, N))]
+    sizes = np.zeros((num_runs, E), np.int32)
+    sizes[:, 0], sizes[:, 2] = T // num_runs - 3, 1
+    return *arrays, jnp.asarray(sizes)
+
+
+def rounded(x, dtype, *, axis=None) -> np.ndarray:
+    """By the least power of two that brings all of x into the range of `dtype`, in float64."""
+    x = np.asarray(x).astype(np.float64)
+    amax = np.abs(x).max(axis, keepdims=True)
+    scale = np.exp2(np.ceil(np.log2(amax / float(jnp.finfo(dtype).max))))
+    return np.asarray(jnp.asarray(x / scale, jnp.float32).astype(dtype)).astype(np.float64) * scale
+
+
+def in_8_bits(x_TK, w_EKN, slope_TN, group_sizes_RE, *, split="whole", execution=None):
+    inputs, outputs = SPLITS[split]
+
+    def multiply(x_TK, w_EKN):
+        options = dict(inputs=inputs, outputs=outputs, group_sizes_RE=group_sizes_RE)
+        how = execution or recipe()
+        return grouped_product(x_TK, w_EKN, name="up", execution=how, **options)
+
+    y_TN, pull = jax.vjp(multiply, x_TK, w_EKN)
+    return y_TN, *pull(slope_TN)
+
+
+@pytest.mark.parametrize("gradients", ["e5m2", "e4m3"])
+def test_in_8_bits_y_and_dx_are_of_rounded_operands_and_dw_of_those_that_came(gradients):
+    x, w, slope, sizes = operands_in_8_bits(1)
+    found = in_8_bits(x, w, slope, sizes, execution=recipe(gradients=Float8(gradients)))
+    used = int(sizes.sum())
+    of_gradient = {"e5m2": jnp.float8_e5m2, "e4m3": jnp.float8_e4m3fn}[gradients]
+    x8, slope8 = np.zeros(x.shape), np.zeros(slope.shape)
+    x8[:used] = rounded(x[:used], jnp.float8_e4m3fn)
+    slope8[:used] = rounded(slope[:used], of_gradient)
+    w8 = rounded(w, jnp.float8_e4m3fn, axis=(1, 2))
+    y, dx, _ = expected(x8, w8, slope8, np.asarray(sizes))
+    _, _, dw = expected(*(np.asarray(array) for array in (x, w, slope, sizes)))
+    for array, wanted in zip(found, (y, dx, dw), strict=True):
+        np.testing.assert_allclose(np.asarray(array), wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_what_rows_of_no_group_hold_changes_no_scale():
+    x, w, slope, sizes = operands_in_8_bits(1)
+    used = int(sizes.sum())
+    wanted = in_8_bits(x, w, slope, sizes)
+    found = in_8_bits(x.at[used:].set(1e6), w, slope.at[used:].set(1e6), sizes)
+    for array, value in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(value))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_8_bits_layouts_differ_by_values_far_below_the_largest(layout, kind, split):
+    sizes = LAYOUTS[layout]
+    if split != "whole" and sizes.get("tensor", 1) > 2:
+        pytest.skip("a device's matrices would be narrower than 128")
+    arrays = operands_in_8_bits(sizes.get("data", 1) * sizes.get("fsdp", 1))
+    wanted = expected(*(np.asarray(array) for array in arrays))
+    with shd.use(shd.make_mesh(sizes, axis_types=kind), RULES):
+        found = jax.jit(lambda *x: in_8_bits(*x, split=split))(*placed(arrays, split=split))
+    for array, value, off in zip(found, wanted, (0.06, 0.09, 1e-5), strict=True):
+        assert np.linalg.norm(np.asarray(array) - value) < off * np.linalg.norm(value)
+
+
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "'up' are made in float32: grouped products know fp8_tensorwise, not fp8_rowwise": dict(
+        recipe=Recipe.FP8_ROWWISE
+    ),
+    "the gradients of the matrices 'up' are made in float32": dict(weight_gradients=True),
+}
+
+
+@pytest.mark.parametrize("message", OTHERWISE)
+def test_what_is_not_made_in_8_bits_is_said(message, caplog):
+    grouped._say_once.cache_clear()
+    arrays = operands_in_8_bits(1)
+    with caplog.at_level(logging.WARNING):
+        in_8_bits(*arrays, execution=recipe(**OTHERWISE[message]))
+    assert any(message in record.message for record in caplog.records)
+
+
+def test_in_8_bits_shapes_that_do_not_fit_are_named():
+    x, w, slope, sizes = operands_in_8_bits(1)
+    with pytest.raises(ValueError, match="x has 64 columns and each matrix of w 128 rows"):
+        in_8_bits(x[:, :64], w, slope, sizes)
+
+
+def test_a_value_that_is_not_finite_spoils_y_but_not_rows_of_no_group():
+    x, w, slope, sizes = operands_in_8_bits(1)
+    y = np.asarray(in_8_bits(x.at[3, 5].set(np.inf), w, slope, sizes)[0])
+    used = int(sizes.sum())
+    assert np.isnan(y[:used]).all() and (y[used:] == 0).all()
+
+
+def test_weights_that_are_not_named_keep_their_dtype():
+    arrays = operands_in_8_bits(1)
+    found = in_8_bits(*arrays, execution=recipe(weights=("down",)))
+    wanted = expected(*(np.asarray(array) for array in arrays))
+    for array, value in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(array), value, atol=1e-5 * np.abs(value).max())

@@ -259,7 +259,7 @@ class PrecisionConfig:
 
     recipe: Recipe = Recipe.DTYPE
     # The layers' weights, by a part of their name ("qkv", "down"), whose products are made so;
-    # empty: all. The others' are made in config.dtype.
+    # empty: all but experts', which must be named. The others' are made in config.dtype.
     weights: tuple[str, ...] = ()
     # So many of the first and of the last layers keep to config.dtype.
     first_layers_as_dtype: int = number(least=0, default=0)

@@ -36,8 +36,9 @@ def grouped_product(
     is; integers, of a run no more than its rows. No capacity, no padding; sums are float32. The
     gradient of w has w's dtype, float32 or x's.
 
-    name: by which config.precision.weights speaks of w; where that says so y and the gradient of x
-    are products in 8 bits, with scales of a device's own rows, and of each of its matrices.
+    name: by which config.precision.weights speaks of w. Where it is named there, y and the gradient
+    of x are products in 8 bits, with scales of a device's own rows, and of each of its matrices;
+    where no weights are named, which is all of the others, it is not (docs/precision.md).
 
     tokens, inputs, outputs: the logical axes of T, K and N. Of the mesh axes that split inputs y is
     the sum. E is whole on each device. Raises ValueError for shapes that do not fit each other.
@@ -63,7 +64,7 @@ def grouped_product(
 
 def _on_device(x_TK, w_EKN, group_sizes_E, *, name: str, execution: Execution):
     if (how := execution.fp8) is not None and how.is_for(name):
-        if not (objection := _objection(w_EKN, how)):
+        if not (objection := _objection(w_EKN, how=how)):
             operands = _varying_alike(x_TK, w_EKN, group_sizes_E)
             return _in_8_bits(*operands, name=name, execution=execution)
         _say_once(f"products of {name!r} are made in {x_TK.dtype.name}: {objection}")
@@ -98,8 +99,13 @@ def _say_once(message: str) -> None:
 # Products of operands in 8 bits.
 
 
-def _objection(w_EKN, how: fp8.Fp8) -> str | None:
+def _objection(w_EKN, *, how: fp8.Fp8) -> str | None:
     """Why there is no such product of these matrices, if so."""
+    if not how.names:
+        return (
+            "grouped products are in 8 bits where config.precision.weights names them; with few "
+            "rows a group rounding costs more than they gain"
+        )
     if how.recipe != Recipe.FP8_TENSORWISE:
         return f"grouped products know {Recipe.FP8_TENSORWISE.value}, not {how.recipe.value}"
     odd = grouped_fp8.objection(w_EKN.shape)
@@ -140,7 +146,7 @@ def _in_8_bits(x_TK, w_EKN, group_sizes_E, *, name: str, execution: Execution):
         x_TK, w, group_sizes_E, like_w = residuals
         grad = rows_in_8_bits(grad_TN, group_sizes_E, dtype=how.gradient_dtype)
         tell(f"{name}.gradient", before=grad_TN, after=grad)
-        dx_TK = multiply(grad, w, group_sizes_E=group_sizes_E, is_accurate=True)
+        dx_TK = multiply(grad, w, group_sizes_E=group_sizes_E)
         weight_gradient = _weight_gradient_by(x_TK, w.values.shape, execution=execution)
         options = dict(group_sizes_E=group_sizes_E, out_dtype=like_w.dtype)
         return dx_TK, weight_gradient(x_TK, grad_TN, **options), None
@@ -172,14 +178,13 @@ def multiply_8_bits(
     group_sizes_E,
     out_dtype,
     execution: Execution,
-    is_accurate: bool = False,
 ):
     """By our kernel; or, where the config says `emulate`, the same of wide operands."""
     scales = dict(x_scale=x.scale.reshape(()), w_scale_E=w.scale.reshape(-1))
     options = dict(group_sizes_E=group_sizes_E, out_dtype=out_dtype, **scales)
     reason = grouped_fp8.supported(x.values, w.values, **_device(execution))
     if reason is None:
-        return grouped_fp8.multiply(x.values, w.values, is_accurate=is_accurate, **options)
+        return grouped_fp8.multiply(x.values, w.values, **options)
     if execution.platform != "cpu":
         _say_once(f"all rows are multiplied with all {len(w.values)} matrices: {reason}")
     return grouped_fp8.reference(x.values, w.values, **options)

@@ -85,12 +85,12 @@ def _case(name: str, case: Case) -> Iterator[str]:
         functions: dict[str, Callable] = {"dense": DENSE[product]}
         if not reason:
             functions["ours"] = OURS[product]
-            if product in IN_8_BITS and not grouped_fp8.objection(arrays[1].shape):
+            if product in ROUNDED and not grouped_fp8.objection(arrays[1].shape):
                 functions["rounding and fp8"] = _with_rounding(product)
         timings = in_one_program(functions, sets)
         if "rounding and fp8" in functions:
             in_8_bits = [jax.jit(ROUNDED[product])(*each) for each in sets]
-            timings |= in_one_program({"fp8": IN_8_BITS[product]}, in_8_bits)
+            timings |= in_one_program({"fp8": _in_8_bits}, in_8_bits)
         found = None if reason else jax.jit(OURS[product])
         if expanded_gib <= MOST_EXPANDED_GIB:
             by_xla = jax.jit(_by_xla(product))
@@ -159,26 +159,17 @@ def _dgrad_operands(x_TK, w_EKN, grad_TN, group_sizes_E):
     return grad, matrices_in_8_bits(w_EKN)[0], group_sizes_E
 
 
-def _in_8_bits(is_accurate: bool) -> Callable:
-    def multiply(x, w, group_sizes_E):
-        return multiply_8_bits(
-            x,
-            w,
-            group_sizes_E=group_sizes_E,
-            out_dtype=jnp.bfloat16,
-            execution=Execution(),
-            is_accurate=is_accurate,
-        )
-
-    return multiply
+def _in_8_bits(x, w, group_sizes_E):
+    return multiply_8_bits(
+        x, w, group_sizes_E=group_sizes_E, out_dtype=jnp.bfloat16, execution=Execution()
+    )
 
 
 ROUNDED: dict[str, Callable] = dict(forward=_forward_operands, dgrad=_dgrad_operands)
-IN_8_BITS = dict(forward=_in_8_bits(is_accurate=False), dgrad=_in_8_bits(is_accurate=True))
 
 
 def _with_rounding(product: str) -> Callable:
-    return lambda *arrays: IN_8_BITS[product](*ROUNDED[product](*arrays))
+    return lambda *arrays: _in_8_bits(*ROUNDED[product](*arrays))
 
 
 def _by_xla(product: str) -> Callable:

@@ -144,7 +144,8 @@ SHAPE_IN_8_BITS = 64, 3, 128, 256
 
 
 def recipe(**changes) -> Execution:
-    config = PrecisionConfig(recipe=Recipe.FP8_TENSORWISE, weight_gradients=False)
+    named: dict[str, Any] = dict(weights=("up",), weight_gradients=False)
+    config = PrecisionConfig(recipe=Recipe.FP8_TENSORWISE, **named)
     return Execution(platform="cpu", fp8=fp8_of(dataclasses.replace(config, **changes)))
 
 
@@ -218,6 +219,9 @@ def test_in_8_bits_layouts_differ_by_values_far_below_the_largest(layout, kind, 
 
 
 OTHERWISE: dict[str, dict[str, Any]] = {
+    "'up' are made in float32: grouped products are in 8 bits where config.precision.weights": dict(
+        weights=()
+    ),
     "'up' are made in float32: grouped products know fp8_tensorwise, not fp8_rowwise": dict(
         recipe=Recipe.FP8_ROWWISE
     ),
@@ -247,9 +251,10 @@ def test_a_value_that_is_not_finite_spoils_y_but_not_rows_of_no_group():
     assert np.isnan(y[:used]).all() and (y[used:] == 0).all()
 
 
-def test_weights_that_are_not_named_keep_their_dtype():
+@pytest.mark.parametrize("weights", [("down",), ()], ids=str)
+def test_weights_that_are_not_named_keep_their_dtype(weights):
     arrays = operands_in_8_bits(1)
-    found = in_8_bits(*arrays, execution=recipe(weights=("down",)))
+    found = in_8_bits(*arrays, execution=recipe(weights=weights))
     wanted = expected(*(np.asarray(array) for array in arrays))
     for array, value in zip(found, wanted, strict=True):
         np.testing.assert_allclose(np.asarray(array), value, atol=1e-5 * np.abs(value).max())

@@ -5,7 +5,7 @@ what is summed last alone, so a matrix is needed both ways: for the product, and
 Each 128 of a sum leave their short accumulators, which costs nothing: memory is what is waited for
 (docs/kernels.md). The matrices' own gradients are not made so: they sum over few rows.
 
-T rows (tokens), E groups (experts), K what is summed, N columns of the result.
+T rows (tokens), E groups (experts), K what is summed, N columns of the result, V visits (tiles).
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels import hopper
 from jaxscale.kernels.grouped_programs import STAGES, Product, Tiles, launch, own_lines
-from jaxscale.kernels.grouped_visits import ALIGNED, visits_of
+from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, visits_of
 
 BLOCK = 128  # of what is summed, in one tile of an operand
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -28,6 +28,7 @@ TOGETHER = 16
 # Of a tile's columns those whose sums are on the tensor cores at once: 64 of a thread's registers,
 # beside 128 of all its sums.
 PART = 128
+PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def supported(x_TK, w_ENK, *, platform: str, compute_capability: str = "9.0") -> str | None:
@@ -51,9 +52,9 @@ def objection(shape) -> str | None:
     return f"of multiples of {BLOCK}, not {odd[0]}" if odd else None
 
 
-def reference(x_TK, w_ENK, *, x_scale, w_scale_E, group_sizes_E, out_dtype):
+def reference(x_TK, w_ENK, *, x_scale_T, w_scale_E, group_sizes_E, out_dtype):
     """The same by XLA, out of wide operands: bfloat16 holds a value times a power of two."""
-    x_TK = x_TK.astype(jnp.bfloat16) * x_scale.astype(jnp.bfloat16)
+    x_TK = x_TK.astype(jnp.bfloat16) * x_scale_T.astype(jnp.bfloat16)[:, None]
     w_ENK = w_ENK.astype(jnp.bfloat16) * w_scale_E.astype(jnp.bfloat16)[:, None, None]
     y_TN = lax.ragged_dot(
         x_TK,
@@ -68,7 +69,7 @@ def multiply(
     x_TK,
     w_ENK,
     *,
-    x_scale,
+    x_scale_T,
     w_scale_E,
     group_sizes_E,
     out_dtype,
@@ -76,13 +77,12 @@ def multiply(
 ):
     """The rows of group e times w[e], scaled: [T, N] of `out_dtype`, bfloat16 or float32.
 
-    Both e4m3 or e5m2, with scales that are float32 powers of two: one for x, and one for each
-    group's matrix. Rows behind the last group may hold anything, and give zeros.
+    Both e4m3 or e5m2, with scales that are float32 powers of two: one for each row of x, and one
+    for each group's matrix. Rows behind the last group may hold anything, and give zeros.
     """
     columns = w_ENK.shape[1]
     visits = visits_of(group_sizes_E.astype(jnp.int32), num_rows=len(x_TK))
-    # Nobody's rows have the last: zeros stay zeros whatever is in x.
-    scales = jnp.append(x_scale * w_scale_E, jnp.float32(1))
+    scales_VT = _scales(x_scale_T, w_scale_E, tiles=visits.tiles)
 
     def program(*refs, **scratch):
         x, w, table, num, scale, out = refs
@@ -90,12 +90,23 @@ def multiply(
 
     return launch(
         program,
-        (x_TK, w_ENK, *visits, scales[visits.tiles[:, 0]]),
+        (x_TK, w_ENK, *visits, scales_VT),
         tiles=tiles or tiles_for(columns),
         columns=columns,
         out_dtype=out_dtype,
         is_transposed=True,
     )
+
+
+def _scales(x_scale_T, w_scale_E, *, tiles):
+    """For each of `Visits` those of its 128 rows, x's times the matrix's: float32 [V, 128].
+
+    Nobody's are 1: zeros stay zeros whatever is in x.
+    """
+    group, first = tiles[:, 0], tiles[:, 1]
+    of_matrix = jnp.take(w_scale_E, group, mode="clip")
+    of_rows = jnp.take(x_scale_T, first[:, None] + jnp.arange(TILE_T), mode="clip")
+    return jnp.where(group[:, None] < len(w_scale_E), of_rows * of_matrix[:, None], 1.0)
 
 
 def tiles_for(columns: int) -> Tiles:
@@ -106,22 +117,15 @@ def tiles_for(columns: int) -> Tiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Scaled(Product):
-    """scale: float32, one for each of `Visits`."""
+    """scale: float32 [V, 128], one for each row of each of `Visits`."""
 
     scale: Any
-
-    def entries(self, i):
-        tile, _ = self.place(i)
-        return *super().entries(i), self.scale[tile]
-
-    def work(self, i, entries):
-        *entries, scale = entries
-        return super().work(i, entries)._replace(scale=scale)
 
     def sums(self, work, count):
         width = min(PART, self.tiles.columns)
         zeros = jnp.zeros((64, width), jnp.float32)
         zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        scale = hopper.load(self.scale.at[work.tile, own_lines()], layout=PER_ROW, optimized=False)
 
         def with_block(i, sums):
             slot = self.slot(count + i)
@@ -134,7 +138,8 @@ class _Scaled(Product):
             return made
 
         num_parts = self.tiles.columns // width
-        return lax.fori_loop(0, work.num_blocks, with_block, [zeros] * num_parts)
+        sums = lax.fori_loop(0, work.num_blocks, with_block, [zeros] * num_parts)
+        return [part * hopper.by_row(scale, part) for part in sums]
 
     def product(self, slot, columns):
         """Of one block and some of the tile's columns: float32 [64, columns]."""

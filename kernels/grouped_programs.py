@@ -157,7 +157,7 @@ class _Work(NamedTuple):
 
     first: the first row of x; begin, end: the rows that count. line, column: the first of the
     result's. stored: which of the warpgroup's own 64 lines, from and to. num_blocks: of the sum.
-    scale: what undoes the operands' scales, if they have some.
+    tile: of rows, its place in `Visits`, if it has one.
     """
 
     group: Any
@@ -168,7 +168,7 @@ class _Work(NamedTuple):
     line: Any
     stored: tuple[Any, Any]
     num_blocks: Any
-    scale: Any = None
+    tile: Any = None
 
 
 def own_lines():
@@ -294,10 +294,7 @@ class _Program:
             # One part may still be read while the next is written; of the tile before, none.
             plgpu.wait_smem_to_gmem(1 if number else 0, wait_read_only=True)
             which, first = divmod(number * lanes, sums[0].shape[1])
-            values = sums[which][:, first : first + lanes]
-            if work.scale is not None:
-                values *= work.scale
-            part[...] = values.astype(part.dtype)
+            part[...] = sums[which][:, first : first + lanes].astype(part.dtype)
             plgpu.commit_smem()
             self.store_part(part, work, columns=pl.ds(work.column + number * lanes, lanes))
 
@@ -348,7 +345,7 @@ class Product(_Program):
         return tuple(self.table[tile, i] for i in range(4))
 
     def work(self, i, entries) -> _Work:
-        (_, column), (group, first, begin, end) = self.place(i), entries
+        (tile, column), (group, first, begin, end) = self.place(i), entries
         first = pl.multiple_of(first, ALIGNED)
         own = first + own_lines().start
         has_product = group < self.w.shape[0]
@@ -361,6 +358,7 @@ class Product(_Program):
             line=first,
             stored=(jnp.clip(begin - own, 0, 64), jnp.clip(end - own, 0, 64)),
             num_blocks=jnp.where(has_product, self.x.shape[1] // self.block, 0),
+            tile=tile,
         )
 
     def sources(self, work, i):

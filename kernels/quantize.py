@@ -129,7 +129,7 @@ def quantize(
             **shared,
             **({} if is_straight else dict(straight_ptr=None)),
         )
-        found = dict(zip(order, _as_varying(x_MK, values), strict=True))
+        found = dict(zip(order, as_varying(x_MK, values), strict=True))
         return [(found[way], scale) for way in ways]
     order = [way for way in WAYS if way in ways]
     out = jax_triton.triton_call(
@@ -149,12 +149,12 @@ def quantize(
         IS_TURNED=TURNED in ways,
         **({} if len(order) == 2 else dict(second_ptr=None, second_scale_ptr=None)),
     )
-    out = _as_varying(x_MK, out)
+    out = as_varying(x_MK, out)
     pairs = {way: (out[2 * i], out[2 * i + 1].T) for i, way in enumerate(order)}
     return [pairs[way] for way in ways]
 
 
-def _as_varying(x, results):
+def as_varying(x, results):
     """jax-triton does not tell over which mesh axes a result varies: as x does."""
     wanted = jax.typeof(x).manual_axis_type.varying
 

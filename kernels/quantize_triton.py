@@ -1,10 +1,10 @@
-"""The Triton programs that round a matrix to 8 bits, as it is and turned over, in one read.
+"""The Triton programs that round matrices to 8 bits, as they are and turned over, in one read.
 
 A program has 128 rows and 128 columns, in four tensors: rows 0, 4, 8, ..., rows 1, 5, 9, ... and so
 on. Four rows of a column are then in one thread, which makes one word of their four bytes, and the
 matrix is turned over in shared memory by words. By bytes it would take four times the accesses.
 
-M rows, K columns; C columns of a tile, Q = 32 rows of one of the four tensors.
+M rows, K columns, E matrices; C columns of a tile, Q = 32 rows of one of the four tensors.
 """
 
 import triton
@@ -20,14 +20,18 @@ _NAN: tl.constexpr = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
-def _place(M: tl.constexpr, K: tl.constexpr, TOGETHER: tl.constexpr):
+def _num_tiles(M: tl.constexpr, K: tl.constexpr):
+    return (M + _TILE - 1) // _TILE * ((K + _TILE - 1) // _TILE)
+
+
+@triton.jit
+def _place(program, M: tl.constexpr, K: tl.constexpr, TOGETHER: tl.constexpr):
     """The first row and column of a program: down TOGETHER tiles, then the next column of tiles.
 
     What neighbours write turned over then lies side by side.
     """
     ROWS: tl.constexpr = (M + _TILE - 1) // _TILE
     COLUMNS: tl.constexpr = (K + _TILE - 1) // _TILE
-    program = tl.program_id(0)
     group = program // (TOGETHER * COLUMNS)
     rows = tl.minimum(ROWS - group * TOGETHER, TOGETHER)
     inside = program % (TOGETHER * COLUMNS)
@@ -161,7 +165,7 @@ def quantize_blocks(
     IS_TURNED: tl.constexpr,
 ):
     """x with a scale for each 128 of a row, and turned over with one for each 128 of a column."""
-    row, column = _place(M, K, TOGETHER)
+    row, column = _place(tl.program_id(0), M, K, TOGETHER)
     x0, x1 = _quarter(x_ptr, row, column, 0, M, K), _quarter(x_ptr, row, column, 1, M, K)
     x2, x3 = _quarter(x_ptr, row, column, 2, M, K), _quarter(x_ptr, row, column, 3, M, K)
     if IS_STRAIGHT:
@@ -179,24 +183,124 @@ def quantize_blocks(
 
 
 @triton.jit
-def quantize_cast(
-    x_ptr,  # [M, K]
-    inverse_ptr,  # float32, one number: 1 / scale
-    turned_ptr,  # 8 bits [K, M]
-    straight_ptr,  # 8 bits [M, K]; None without IS_STRAIGHT
+def _store_cast(
+    x0,
+    x1,
+    x2,
+    x3,
+    inverse,
+    turned_ptr,
+    straight_ptr,
+    row,
+    column,
     M: tl.constexpr,
     K: tl.constexpr,
-    TOGETHER: tl.constexpr,
     IS_STRAIGHT: tl.constexpr,
 ):
-    """x divided by one scale, turned over and as it is."""
-    row, column = _place(M, K, TOGETHER)
-    inverse = tl.load(inverse_ptr)
-    x0, x1 = _quarter(x_ptr, row, column, 0, M, K), _quarter(x_ptr, row, column, 1, M, K)
-    x2, x3 = _quarter(x_ptr, row, column, 2, M, K), _quarter(x_ptr, row, column, 3, M, K)
+    """The tile times one number, rounded, turned over and as it is."""
     if IS_STRAIGHT:
         _store(x0 * inverse, straight_ptr, row, column, 0, M, K)
         _store(x1 * inverse, straight_ptr, row, column, 1, M, K)
         _store(x2 * inverse, straight_ptr, row, column, 2, M, K)
         _store(x3 * inverse, straight_ptr, row, column, 3, M, K)
     _store_turned(x0, x1, x2, x3, inverse, turned_ptr, row, column, M, K)
+
+
+@triton.jit
+def quantize_cast(
+    x_ptr,  # [E, M, K]
+    inverse_ptr,  # float32 [E]: 1 / scale
+    turned_ptr,  # 8 bits [E, K, M]
+    straight_ptr,  # 8 bits [E, M, K]; None without IS_STRAIGHT
+    M: tl.constexpr,
+    K: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    IS_STRAIGHT: tl.constexpr,
+):
+    """Each matrix divided by one scale, turned over and as it is."""
+    matrix = tl.program_id(0) // _num_tiles(M, K)
+    row, column = _place(tl.program_id(0) % _num_tiles(M, K), M, K, TOGETHER)
+    inverse, offset = tl.load(inverse_ptr + matrix), matrix.to(tl.int64) * M * K
+    x_ptr, turned_ptr = x_ptr + offset, turned_ptr + offset
+    if IS_STRAIGHT:
+        straight_ptr = straight_ptr + offset
+    x0, x1 = _quarter(x_ptr, row, column, 0, M, K), _quarter(x_ptr, row, column, 1, M, K)
+    x2, x3 = _quarter(x_ptr, row, column, 2, M, K), _quarter(x_ptr, row, column, 3, M, K)
+    _store_cast(x0, x1, x2, x3, inverse, turned_ptr, straight_ptr, row, column, M, K, IS_STRAIGHT)
+
+
+@triton.jit
+def _until(count_ptr, NUM: tl.constexpr):
+    """Waits until this is what has been counted."""
+    while tl.atomic_cas(count_ptr, NUM, NUM, sem="acquire") != NUM:
+        pass
+
+
+@triton.jit
+def _met(most, state_ptr, NUM: tl.constexpr):
+    """The largest of what NUM programs come with, none of them negative; NaN if one has it.
+
+    state_ptr: int32 [2], zeros before: the bits of the largest so far, and how many have come.
+    """
+    bits = most.to(tl.int32, bitcast=True)
+    tl.atomic_max(state_ptr, bits, sem="relaxed")
+    tl.atomic_add(state_ptr + 1, 1, sem="acq_rel")
+    _until(state_ptr + 1, NUM)
+    return tl.atomic_max(state_ptr, bits, sem="acquire").to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantize_matrices(
+    x_ptr,  # [E, M, K]
+    turned_ptr,  # 8 bits [E, K, M]
+    straight_ptr,  # 8 bits [E, M, K]
+    scale_ptr,  # float32 [E]
+    state_ptr,  # int32 [E, 2], zeros before
+    M: tl.constexpr,
+    K: tl.constexpr,
+    MOST_EXPONENT: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Each matrix with one scale, turned over and as it is, in one read.
+
+    The programs of a matrix hold their tiles until all have found their largest values. All of them
+    have to be there at once; they start in the order of their numbers, and none waits for later
+    matrices.
+    """
+    NUM: tl.constexpr = M // _TILE * (K // _TILE)
+    matrix = tl.program_id(0) // NUM
+    row, column = _place(tl.program_id(0) % NUM, M, K, TOGETHER)
+    offset = matrix.to(tl.int64) * M * K
+    x_ptr = x_ptr + offset
+    x0, x1 = _quarter(x_ptr, row, column, 0, M, K), _quarter(x_ptr, row, column, 1, M, K)
+    x2, x3 = _quarter(x_ptr, row, column, 2, M, K), _quarter(x_ptr, row, column, 3, M, K)
+    most = _larger(_larger(tl.abs(x0), tl.abs(x1)), _larger(tl.abs(x2), tl.abs(x3)))
+    most = tl.reduce(tl.reduce(most, 1, _larger), 0, _larger)
+    scale, inverse = _scale(_met(most, state_ptr + 2 * matrix, NUM), MOST_EXPONENT)
+    tl.store(scale_ptr + matrix, scale)
+    turned_ptr, straight_ptr = turned_ptr + offset, straight_ptr + offset
+    _store_cast(x0, x1, x2, x3, inverse, turned_ptr, straight_ptr, row, column, M, K, True)
+
+
+@triton.jit
+def quantize_rows(
+    x_ptr,  # [M, K]
+    values_ptr,  # 8 bits [M, K]
+    scale_ptr,  # float32 [M]
+    M: tl.constexpr,
+    K: tl.constexpr,
+    MOST_EXPONENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """x with a scale for each row. ROWS: of a program; WIDTH: the power of 2 from K on."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    is_inside = (rows < M)[:, None] & (columns < K)[None, :]
+    at = rows.to(tl.int64)[:, None] * K + columns[None, :]
+    x = tl.load(x_ptr + at, mask=is_inside, other=0.0, eviction_policy="evict_first")
+    x = x.to(tl.float32)
+    scale, inverse = _scale(tl.reduce(tl.abs(x), 1, _larger), MOST_EXPONENT)
+    values = (x * inverse[:, None]).to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + at, values, mask=is_inside)
+    tl.store(scale_ptr + rows, scale, mask=rows < M)

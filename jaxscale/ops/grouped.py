@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxscale import sharding as shd
 from jaxscale.config import Recipe
-from jaxscale.kernels import grouped_fp8, grouped_matmul
+from jaxscale.kernels import grouped_fp8, grouped_matmul, quantize_grouped
 from jaxscale.ops import fp8
 from jaxscale.ops.execution import Execution
 
@@ -37,8 +37,8 @@ def grouped_product(
     gradient of w has w's dtype, float32 or x's.
 
     name: by which config.precision.weights speaks of w. Where it is named there, y and the gradient
-    of x are products in 8 bits, with scales of a device's own rows, and of each of its matrices;
-    where no weights are named, which is all of the others, it is not (docs/precision.md).
+    of x are products in 8 bits, with a scale for each row and each of a device's matrices; where no
+    weights are named, which is all of the others, it is not (docs/precision.md).
 
     tokens, inputs, outputs: the logical axes of T, K and N. Of the mesh axes that split inputs y is
     the sum. E is whole on each device. Raises ValueError for shapes that do not fit each other.
@@ -134,9 +134,9 @@ def _in_8_bits(x_TK, w_EKN, group_sizes_E, *, name: str, execution: Execution):
     def forward(x_TK, w_EKN, group_sizes_E):
         # Out of x's dtype, as `linear` rounds weights.
         narrow_EKN = w_EKN.astype(dtype)
-        w, turned = matrices_in_8_bits(narrow_EKN)
+        w, turned = matrices_in_8_bits(narrow_EKN, execution=execution)
         tell(f"{name}.weight", before=narrow_EKN, after=w)
-        x = rows_in_8_bits(x_TK, group_sizes_E, dtype=fp8.FORWARD)
+        x = rows_in_8_bits(x_TK, dtype=fp8.FORWARD, execution=execution)
         tell(f"{name}.x", before=x_TK, after=x)
         y_TN = multiply(x, turned, group_sizes_E=group_sizes_E)
         # An array without values tells the dtype of the gradient.
@@ -144,7 +144,7 @@ def _in_8_bits(x_TK, w_EKN, group_sizes_E, *, name: str, execution: Execution):
 
     def backward(residuals, grad_TN):
         x_TK, w, group_sizes_E, like_w = residuals
-        grad = rows_in_8_bits(grad_TN, group_sizes_E, dtype=how.gradient_dtype)
+        grad = rows_in_8_bits(grad_TN, dtype=how.gradient_dtype, execution=execution)
         tell(f"{name}.gradient", before=grad_TN, after=grad)
         dx_TK = multiply(grad, w, group_sizes_E=group_sizes_E)
         weight_gradient = _weight_gradient_by(x_TK, w.values.shape, execution=execution)
@@ -155,20 +155,35 @@ def _in_8_bits(x_TK, w_EKN, group_sizes_E, *, name: str, execution: Execution):
     return product(x_TK, w_EKN, group_sizes_E)
 
 
-def matrices_in_8_bits(w_EKN) -> tuple[fp8.Quantised, fp8.Quantised]:
-    """w as it is, for x's gradient, and [E, N, K], for y; a scale for each matrix.
-
-    XLA rounds both in one launch, which reads w once, after that for largest values.
-    """
+def matrices_in_8_bits(w_EKN, *, execution: Execution) -> tuple[fp8.Quantised, fp8.Quantised]:
+    """w as it is, for x's gradient, and [E, N, K], for y; a scale for each matrix."""
+    reason = quantize_grouped.matrices_supported(w_EKN, **_device(execution))
+    if reason is None:
+        values_EKN, turned_ENK, scale_E = quantize_grouped.quantize_matrices(
+            w_EKN, fp8.FORWARD, compute_capability=execution.compute_capability
+        )
+        scale = scale_E[:, None, None]
+        return fp8.Quantised(values_EKN, scale), fp8.Quantised(turned_ENK, scale)
+    _say_who_rounds(reason, execution=execution)
     w = fp8.quantise(w_EKN, fp8.FORWARD, runs=(1, *w_EKN.shape[1:]))
     return w, fp8.Quantised(w.values.transpose(0, 2, 1), w.scale)
 
 
-def rows_in_8_bits(x_TK, group_sizes_E, *, dtype) -> fp8.Quantised:
-    """With a scale for the rows that are of a group: what others hold is nobody's."""
-    is_used = jnp.arange(len(x_TK))[:, None] < group_sizes_E.sum(dtype=jnp.int32)
-    used_TK = jnp.where(is_used, x_TK, 0)
-    return fp8.quantise_with(fp8.scale_for(used_TK, dtype, runs=x_TK.shape), x_TK, dtype=dtype)
+def rows_in_8_bits(x_TK, *, dtype, execution: Execution) -> fp8.Quantised:
+    """With a scale for each row: a row is at hand when its largest value is known."""
+    reason = quantize_grouped.rows_supported(x_TK, **_device(execution))
+    if reason is None:
+        values_TK, scale_T = quantize_grouped.quantize_rows(
+            x_TK, dtype, compute_capability=execution.compute_capability
+        )
+        return fp8.Quantised(values_TK, scale_T[:, None])
+    _say_who_rounds(reason, execution=execution)
+    return fp8.quantise(x_TK, dtype, runs=(1, x_TK.shape[1]))
+
+
+def _say_who_rounds(reason: str, *, execution: Execution) -> None:
+    if execution.platform != "cpu":
+        _say_once(f"XLA rounds what grouped products read in 8 bits: {reason}")
 
 
 def multiply_8_bits(
@@ -180,7 +195,7 @@ def multiply_8_bits(
     execution: Execution,
 ):
     """By our kernel; or, where the config says `emulate`, the same of wide operands."""
-    scales = dict(x_scale=x.scale.reshape(()), w_scale_E=w.scale.reshape(-1))
+    scales = dict(x_scale_T=x.scale.reshape(-1), w_scale_E=w.scale.reshape(-1))
     options = dict(group_sizes_E=group_sizes_E, out_dtype=out_dtype, **scales)
     reason = grouped_fp8.supported(x.values, w.values, **_device(execution))
     if reason is None:

@@ -150,13 +150,13 @@ DENSE: dict[str, Callable] = dict(
 
 # In 8 bits: the operands of a product, and the product of them.
 def _forward_operands(x_TK, w_EKN, grad_TN, group_sizes_E):
-    x = rows_in_8_bits(x_TK, group_sizes_E, dtype=fp8.FORWARD)
-    return x, matrices_in_8_bits(w_EKN)[1], group_sizes_E
+    x = rows_in_8_bits(x_TK, dtype=fp8.FORWARD, execution=Execution())
+    return x, matrices_in_8_bits(w_EKN, execution=Execution())[1], group_sizes_E
 
 
 def _dgrad_operands(x_TK, w_EKN, grad_TN, group_sizes_E):
-    grad = rows_in_8_bits(grad_TN, group_sizes_E, dtype=jnp.float8_e5m2)
-    return grad, matrices_in_8_bits(w_EKN)[0], group_sizes_E
+    grad = rows_in_8_bits(grad_TN, dtype=jnp.float8_e5m2, execution=Execution())
+    return grad, matrices_in_8_bits(w_EKN, execution=Execution())[0], group_sizes_E
 
 
 def _in_8_bits(x, w, group_sizes_E):

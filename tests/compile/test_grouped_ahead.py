@@ -11,7 +11,7 @@ import pytest
 from jaxscale import sharding as shd
 from jaxscale.compile import ahead
 from jaxscale.config import PrecisionConfig, Recipe
-from jaxscale.kernels import grouped_fp8, grouped_programs, hopper
+from jaxscale.kernels import grouped_fp8, grouped_programs, hopper, quantize
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.fp8 import fp8_of
 from jaxscale.ops.grouped import grouped_product
@@ -81,6 +81,16 @@ def test_each_product_of_a_layer_is_one_call_and_nothing_is_gathered(program):
     assert not any(name.startswith(("all-gather", "all-to-all")) for name in counts)
 
 
+@pytest.mark.skipif(quantize.device_supported("gpu", "9.0") is not None, reason="needs jax-triton")
+def test_what_is_rounded_is_read_once(program):
+    calls = program.count('custom_call_target="triton_kernel_call"')
+    # Forward the rows and the matrices of both products, backward what comes to both.
+    assert calls == (6 if "f8e4m3fn" in program else 0)
+    # But for the stacks of what the layers save.
+    by_xla = re.findall(rf"= f8e\w+\[(?!{LAYERS},)\S+ (?:fusion|convert)\(", program)
+    assert not by_xla
+
+
 def test_no_matrix_is_transposed_or_expanded(program):
     # What is copied are the zeros that the stacks of gradients begin with.
     assert not re.findall(rf"= bf16\[{GROUPS},\d+,\d+\]\S* (?:transpose|copy)\(", program)
@@ -123,11 +133,11 @@ def test_in_8_bits_nothing_is_spilled_either(columns, monkeypatch, capfd):
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def product(x_TK, w_ENK, x_scale, w_scale_E, group_sizes_E):
+    def product(x_TK, w_ENK, x_scale_T, w_scale_E, group_sizes_E):
         return grouped_fp8.multiply(
             x_TK,
             w_ENK,
-            x_scale=x_scale,
+            x_scale_T=x_scale_T,
             w_scale_E=w_scale_E,
             group_sizes_E=group_sizes_E,
             out_dtype=jnp.bfloat16,
@@ -138,7 +148,7 @@ def test_in_8_bits_nothing_is_spilled_either(columns, monkeypatch, capfd):
     arrays = (
         array((24 * columns, K), jnp.float8_e5m2),
         array((GROUPS, N, K), jnp.float8_e4m3fn),
-        array((), jnp.float32),
+        array((24 * columns,), jnp.float32),
         array((GROUPS,), jnp.float32),
         array((GROUPS,), jnp.int32),
     )

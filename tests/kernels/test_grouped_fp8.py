@@ -42,18 +42,19 @@ def operands(name: str, *, shape=SHAPE, dtype: Any = jnp.float8_e4m3fn):
     x_TK = jnp.asarray(rng.normal(size=(num_rows, K)) * 40, dtype)
     w_ENK = jnp.asarray(rng.normal(size=(len(sizes), N, K)) * 40, jnp.float8_e4m3fn)
     return (x_TK, w_ENK), dict(
-        x_scale=jnp.float32(2.0**-5),
+        x_scale_T=jnp.exp2(jnp.asarray(rng.integers(-6, 7, num_rows), jnp.float32)),
         w_scale_E=jnp.exp2(jnp.asarray(rng.integers(-6, 7, len(sizes)), jnp.float32)),
         group_sizes_E=jnp.asarray(sizes, jnp.int32),
     )
 
 
-def expected(x_TK, w_ENK, *, x_scale, w_scale_E, group_sizes_E) -> np.ndarray:
+def expected(x_TK, w_ENK, *, x_scale_T, w_scale_E, group_sizes_E) -> np.ndarray:
     x, w = (np.asarray(array).astype(np.float64) for array in (x_TK, w_ENK))
     y, end = np.zeros((len(x), w.shape[1])), 0
     for group, size in enumerate(np.asarray(group_sizes_E)):
         rows = slice(end, end := end + size)
-        y[rows] = x[rows] @ w[group].T * float(x_scale) * float(w_scale_E[group])
+        y[rows] = x[rows] @ w[group].T * float(w_scale_E[group])
+        y[rows] *= np.asarray(x_scale_T)[rows, None]
     return y
 
 
@@ -102,19 +103,23 @@ def test_tiles_of_any_size_make_the_same(name):
 def test_rows_of_no_group_may_hold_anything():
     (x_TK, w_ENK), options = operands("rows of no group")
     wanted = expected(x_TK, w_ENK, **options)
-    x_TK = x_TK.at[int(options["group_sizes_E"].sum()) :].set(jnp.nan)
+    used = int(options["group_sizes_E"].sum())
+    x_TK = x_TK.at[used:].set(jnp.nan)
+    options["x_scale_T"] = options["x_scale_T"].at[used:].set(jnp.nan)
     with interpreted():
         found = kernel.multiply(x_TK, w_ENK, **options, out_dtype=jnp.bfloat16)
     assert_close(found, wanted)
 
 
 @needs_kernel
-def test_a_scale_that_is_not_a_number_spoils_its_group_alone():
+def test_a_scale_that_is_not_a_number_spoils_its_group_or_row_alone():
     arrays, options = operands("rows of no group")
     options["w_scale_E"] = options["w_scale_E"].at[0].set(jnp.nan)
+    options["x_scale_T"] = options["x_scale_T"].at[80].set(jnp.nan)
     with interpreted():
         is_nan = np.isnan(kernel.multiply(*arrays, **options, out_dtype=jnp.float32))
-    assert is_nan[:70].all() and not is_nan[70:].any()
+    assert is_nan[:70].all() and is_nan[80].all()
+    assert not is_nan[70:80].any() and not is_nan[81:].any()
 
 
 REFUSED: dict[str, dict[str, Any]] = {

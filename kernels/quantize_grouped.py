@@ -1,0 +1,154 @@
+"""The operands of grouped products rounded to 8 bits in one read each, on an NVIDIA GPU.
+
+Matrices are needed as they are and turned over, with a scale for each; rows as they are, with a
+scale for each. XLA reads both once for largest values and once more to round. The programs are in
+`quantize_triton.py`, scales are `quantize.scale_of`.
+
+T rows, E groups, K rows and N columns of a matrix.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.kernels import quantize
+from jaxscale.kernels.quantize import TILE, TOGETHER, WARPS
+
+# Of an H200 and of most H100.
+MULTIPROCESSORS = 132
+# Values of a program that rounds rows: 64 a thread.
+VALUES = 8192
+MOST_COLUMNS = 16384
+
+
+def matrices_supported(w_EKN, *, platform: str, compute_capability: str) -> str | None:
+    """None if `quantize_matrices` runs here for these, else the reason."""
+    if reason := quantize.device_supported(platform, compute_capability):
+        return reason
+    odd = [size for size in w_EKN.shape[1:] if not size or size % TILE]
+    return f"it takes matrices of multiples of {TILE}, not {odd[0]}" if odd else None
+
+
+def rows_supported(x_TK, *, platform: str, compute_capability: str) -> str | None:
+    """None if `quantize_rows` runs here for these, else the reason."""
+    if reason := quantize.device_supported(platform, compute_capability):
+        return reason
+    if x_TK.shape[1] > MOST_COLUMNS:
+        return f"it takes rows of {MOST_COLUMNS} at most, not {x_TK.shape[1]}"
+    return None
+
+
+def reference_matrices(w_EKN, dtype):
+    """The same as `quantize_matrices` in plain jnp."""
+    w_EKN = w_EKN.astype(jnp.float32)
+    scale_E = quantize.scale_of(jnp.max(jnp.abs(w_EKN), axis=(1, 2)), dtype)
+    values_EKN = (w_EKN * (1 / scale_E)[:, None, None]).astype(dtype)
+    return values_EKN, values_EKN.transpose(0, 2, 1), scale_E
+
+
+def reference_rows(x_TK, dtype):
+    """The same as `quantize_rows` in plain jnp."""
+    x_TK = x_TK.astype(jnp.float32)
+    scale_T = quantize.scale_of(jnp.max(jnp.abs(x_TK), axis=1), dtype)
+    return (x_TK * (1 / scale_T)[:, None]).astype(dtype), scale_T
+
+
+def quantize_matrices(w_EKN, dtype, *, compute_capability: str, warps: int = WARPS):
+    """(values [E, K, N], values [E, N, K], float32 scales [E]); values * scale is w.
+
+    Matrices of more tiles than the card has multiprocessors (132: 2048 x 1024) are read once more
+    before, by XLA, for largest values.
+    """
+    import jax_triton
+
+    from jaxscale.kernels import quantize_triton
+
+    num, size, columns = w_EKN.shape
+    num_tiles = size // TILE * (columns // TILE)
+    turned = jax.ShapeDtypeStruct((num, columns, size), dtype)
+    straight = jax.ShapeDtypeStruct(w_EKN.shape, dtype)
+    shared = dict(
+        grid=(num * num_tiles,),
+        num_warps=warps,
+        # Given, it compiles where no GPU is.
+        compute_capability=round(10 * float(compute_capability)),
+        M=size,
+        K=columns,
+        TOGETHER=TOGETHER,
+    )
+    if num_tiles > _num_multiprocessors():
+        scale_E = quantize.scale_of(jnp.max(jnp.abs(w_EKN), axis=(1, 2)).astype(jnp.float32), dtype)
+        out = jax_triton.triton_call(
+            w_EKN,
+            1 / scale_E,
+            kernel=quantize_triton.quantize_cast,
+            name="quantize_cast",
+            out_shape=[turned, straight],
+            IS_STRAIGHT=True,
+            **shared,
+        )
+        turned_ENK, values_EKN = quantize.as_varying(w_EKN, out)
+        return values_EKN, turned_ENK, scale_E
+    out = jax_triton.triton_call(
+        w_EKN,
+        kernel=quantize_triton.quantize_matrices,
+        name="quantize_matrices",
+        out_shape=[
+            turned,
+            straight,
+            jax.ShapeDtypeStruct((num,), jnp.float32),
+            jax.ShapeDtypeStruct((num, 2), jnp.int32),
+        ],
+        zeroed_outputs=(3,),
+        MOST_EXPONENT=_most_exponent(dtype),
+        **shared,
+    )
+    turned_ENK, values_EKN, scale_E, _ = quantize.as_varying(w_EKN, out)
+    return values_EKN, turned_ENK, scale_E
+
+
+def _num_multiprocessors() -> int:
+    """Of this process's GPUs, some of which are parts of a card (MIG).
+
+    So many programs are there at once for certain, and can wait for each other; it is three times
+    as many (164 registers, 16 KiB). Where a program is compiled for GPUs elsewhere, a whole card's.
+    """
+    return getattr(jax.local_devices()[0], "core_count", MULTIPROCESSORS)
+
+
+def quantize_rows(x_TK, dtype, *, compute_capability: str, values: int = VALUES):
+    """(values [T, K], float32 scales [T]), of which values * scale is x."""
+    import jax_triton
+
+    from jaxscale.kernels import quantize_triton
+
+    num_rows, size = x_TK.shape
+    width = 1 << max(size - 1, 0).bit_length()
+    rows = max(values // width, 1)
+    settings: dict[str, Any] = dict(
+        grid=(-(-num_rows // rows),),
+        num_warps=max(4, rows * width // VALUES * 4),
+        compute_capability=round(10 * float(compute_capability)),
+        M=num_rows,
+        K=size,
+        MOST_EXPONENT=_most_exponent(dtype),
+        ROWS=rows,
+        WIDTH=width,
+    )
+    out = jax_triton.triton_call(
+        x_TK,
+        kernel=quantize_triton.quantize_rows,
+        name="quantize_rows",
+        out_shape=[
+            jax.ShapeDtypeStruct(x_TK.shape, dtype),
+            jax.ShapeDtypeStruct((num_rows,), jnp.float32),
+        ],
+        **settings,
+    )
+    return tuple(quantize.as_varying(x_TK, out))
+
+
+def _most_exponent(dtype) -> int:
+    return math.frexp(float(jnp.finfo(dtype).max))[1]

@@ -82,31 +82,22 @@ def multiply(
     """
     columns = w_ENK.shape[1]
     visits = visits_of(group_sizes_E.astype(jnp.int32), num_rows=len(x_TK))
-    scales_VT = _scales(x_scale_T, w_scale_E, tiles=visits.tiles)
+    # A tile's rows may go on behind the last.
+    x_scale_T = jnp.pad(x_scale_T, (0, TILE_T))
 
     def program(*refs, **scratch):
-        x, w, table, num, scale, out = refs
-        return _Scaled(x, w, table, num, out, is_transposed=True, scale=scale, **scratch)
+        x, w, table, num, x_scale, w_scale, out = refs
+        scales = dict(x_scale=x_scale, w_scale=w_scale)
+        return _Scaled(x, w, table, num, out, is_transposed=True, **scales, **scratch)
 
     return launch(
         program,
-        (x_TK, w_ENK, *visits, scales_VT),
+        (x_TK, w_ENK, *visits, x_scale_T, w_scale_E),
         tiles=tiles or tiles_for(columns),
         columns=columns,
         out_dtype=out_dtype,
         is_transposed=True,
     )
-
-
-def _scales(x_scale_T, w_scale_E, *, tiles):
-    """For each of `Visits` those of its 128 rows, x's times the matrix's: float32 [V, 128].
-
-    Nobody's are 1: zeros stay zeros whatever is in x.
-    """
-    group, first = tiles[:, 0], tiles[:, 1]
-    of_matrix = jnp.take(w_scale_E, group, mode="clip")
-    of_rows = jnp.take(x_scale_T, first[:, None] + jnp.arange(TILE_T), mode="clip")
-    return jnp.where(group[:, None] < len(w_scale_E), of_rows * of_matrix[:, None], 1.0)
 
 
 def tiles_for(columns: int) -> Tiles:
@@ -117,15 +108,22 @@ def tiles_for(columns: int) -> Tiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Scaled(Product):
-    """scale: float32 [V, 128], one for each row of each of `Visits`."""
+    """x_scale: float32 [T + 128]; w_scale: [E]."""
 
-    scale: Any
+    x_scale: Any
+    w_scale: Any
 
     def sums(self, work, count):
         width = min(PART, self.tiles.columns)
         zeros = jnp.zeros((64, width), jnp.float32)
         zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-        scale = hopper.load(self.scale.at[work.tile, own_lines()], layout=PER_ROW, optimized=False)
+        # Asked for before the sum, and not waited for until it is made.
+        # Nobody's rows, which may hold anything, have the zeros behind the last.
+        is_nobodys = work.group == self.w.shape[0]
+        first = jnp.where(is_nobodys, self.x.shape[0], work.line)
+        rows = pl.ds(first + own_lines().start, 64)
+        of_rows = hopper.load(self.x_scale.at[rows], layout=PER_ROW, optimized=False)
+        of_matrix = self.w_scale[jnp.where(is_nobodys, 0, work.group)]
 
         def with_block(i, sums):
             slot = self.slot(count + i)
@@ -139,6 +137,7 @@ class _Scaled(Product):
 
         num_parts = self.tiles.columns // width
         sums = lax.fori_loop(0, work.num_blocks, with_block, [zeros] * num_parts)
+        scale = of_rows * jnp.where(is_nobodys, 0.0, of_matrix)
         return [part * hopper.by_row(scale, part) for part in sums]
 
     def product(self, slot, columns):

@@ -157,7 +157,6 @@ class _Work(NamedTuple):
 
     first: the first row of x; begin, end: the rows that count. line, column: the first of the
     result's. stored: which of the warpgroup's own 64 lines, from and to. num_blocks: of the sum.
-    tile: of rows, its place in `Visits`, if it has one.
     """
 
     group: Any
@@ -168,7 +167,6 @@ class _Work(NamedTuple):
     line: Any
     stored: tuple[Any, Any]
     num_blocks: Any
-    tile: Any = None
 
 
 def own_lines():
@@ -345,7 +343,7 @@ class Product(_Program):
         return tuple(self.table[tile, i] for i in range(4))
 
     def work(self, i, entries) -> _Work:
-        (tile, column), (group, first, begin, end) = self.place(i), entries
+        (_, column), (group, first, begin, end) = self.place(i), entries
         first = pl.multiple_of(first, ALIGNED)
         own = first + own_lines().start
         has_product = group < self.w.shape[0]
@@ -358,7 +356,6 @@ class Product(_Program):
             line=first,
             stored=(jnp.clip(begin - own, 0, 64), jnp.clip(end - own, 0, 64)),
             num_blocks=jnp.where(has_product, self.x.shape[1] // self.block, 0),
-            tile=tile,
         )
 
     def sources(self, work, i):

@@ -1,8 +1,8 @@
-"""The operands of grouped products rounded to 8 bits in one read each, on an NVIDIA GPU.
+"""The operands of grouped products rounded to 8 bits, on an NVIDIA GPU.
 
-Matrices are needed as they are and turned over, with a scale for each; rows as they are, with a
-scale for each. XLA reads both once for largest values and once more to round. The programs are in
-`quantize_triton.py`, scales are `quantize.scale_of`.
+Matrices are needed as they are and turned over, with a scale for each: both are made in one read,
+after one that finds largest values. Rows, as they are with a scale for each, are read once. The
+programs are in `quantize_triton.py`, scales are `quantize.scale_of`.
 
 T rows, E groups, K rows and N columns of a matrix.
 """
@@ -16,8 +16,6 @@ import jax.numpy as jnp
 from jaxscale.kernels import quantize
 from jaxscale.kernels.quantize import TILE, TOGETHER, WARPS
 
-# Of an H200 and of most H100.
-MULTIPROCESSORS = 132
 # Values of a program that rounds rows: 64 a thread.
 VALUES = 8192
 MOST_COLUMNS = 16384
@@ -55,67 +53,37 @@ def reference_rows(x_TK, dtype):
     return (x_TK * (1 / scale_T)[:, None]).astype(dtype), scale_T
 
 
-def quantize_matrices(w_EKN, dtype, *, compute_capability: str, warps: int = WARPS):
+def quantize_matrices(w_EKN, dtype, *, compute_capability: str):
     """(values [E, K, N], values [E, N, K], float32 scales [E]); values * scale is w.
 
-    Matrices of more tiles than the card has multiprocessors (132: 2048 x 1024) are read once more
-    before, by XLA, for largest values.
+    XLA finds largest values in one read; the second rounds both ways.
     """
     import jax_triton
 
     from jaxscale.kernels import quantize_triton
 
     num, size, columns = w_EKN.shape
-    num_tiles = size // TILE * (columns // TILE)
-    turned = jax.ShapeDtypeStruct((num, columns, size), dtype)
-    straight = jax.ShapeDtypeStruct(w_EKN.shape, dtype)
-    shared = dict(
-        grid=(num * num_tiles,),
-        num_warps=warps,
+    scale_E = quantize.scale_of(jnp.max(jnp.abs(w_EKN), axis=(1, 2)).astype(jnp.float32), dtype)
+    out = jax_triton.triton_call(
+        w_EKN,
+        1 / scale_E,
+        kernel=quantize_triton.quantize_cast,
+        name="quantize_cast",
+        out_shape=[
+            jax.ShapeDtypeStruct((num, columns, size), dtype),
+            jax.ShapeDtypeStruct(w_EKN.shape, dtype),
+        ],
+        grid=(num * (size // TILE) * (columns // TILE),),
+        num_warps=WARPS,
         # Given, it compiles where no GPU is.
         compute_capability=round(10 * float(compute_capability)),
         M=size,
         K=columns,
         TOGETHER=TOGETHER,
+        IS_STRAIGHT=True,
     )
-    if num_tiles > _num_multiprocessors():
-        scale_E = quantize.scale_of(jnp.max(jnp.abs(w_EKN), axis=(1, 2)).astype(jnp.float32), dtype)
-        out = jax_triton.triton_call(
-            w_EKN,
-            1 / scale_E,
-            kernel=quantize_triton.quantize_cast,
-            name="quantize_cast",
-            out_shape=[turned, straight],
-            IS_STRAIGHT=True,
-            **shared,
-        )
-        turned_ENK, values_EKN = quantize.as_varying(w_EKN, out)
-        return values_EKN, turned_ENK, scale_E
-    out = jax_triton.triton_call(
-        w_EKN,
-        kernel=quantize_triton.quantize_matrices,
-        name="quantize_matrices",
-        out_shape=[
-            turned,
-            straight,
-            jax.ShapeDtypeStruct((num,), jnp.float32),
-            jax.ShapeDtypeStruct((num, 2), jnp.int32),
-        ],
-        zeroed_outputs=(3,),
-        MOST_EXPONENT=_most_exponent(dtype),
-        **shared,
-    )
-    turned_ENK, values_EKN, scale_E, _ = quantize.as_varying(w_EKN, out)
+    turned_ENK, values_EKN = quantize.as_varying(w_EKN, out)
     return values_EKN, turned_ENK, scale_E
-
-
-def _num_multiprocessors() -> int:
-    """Of this process's GPUs, some of which are parts of a card (MIG).
-
-    So many programs are there at once for certain, and can wait for each other; it is three times
-    as many (164 registers, 16 KiB). Where a program is compiled for GPUs elsewhere, a whole card's.
-    """
-    return getattr(jax.local_devices()[0], "core_count", MULTIPROCESSORS)
 
 
 def quantize_rows(x_TK, dtype, *, compute_capability: str, values: int = VALUES):

@@ -230,59 +230,6 @@ def quantize_cast(
 
 
 @triton.jit
-def _until(count_ptr, NUM: tl.constexpr):
-    """Waits until this is what has been counted."""
-    while tl.atomic_cas(count_ptr, NUM, NUM, sem="acquire") != NUM:
-        pass
-
-
-@triton.jit
-def _met(most, state_ptr, NUM: tl.constexpr):
-    """The largest of what NUM programs come with, none of them negative; NaN if one has it.
-
-    state_ptr: int32 [2], zeros before: the bits of the largest so far, and how many have come.
-    """
-    bits = most.to(tl.int32, bitcast=True)
-    tl.atomic_max(state_ptr, bits, sem="relaxed")
-    tl.atomic_add(state_ptr + 1, 1, sem="acq_rel")
-    _until(state_ptr + 1, NUM)
-    return tl.atomic_max(state_ptr, bits, sem="acquire").to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def quantize_matrices(
-    x_ptr,  # [E, M, K]
-    turned_ptr,  # 8 bits [E, K, M]
-    straight_ptr,  # 8 bits [E, M, K]
-    scale_ptr,  # float32 [E]
-    state_ptr,  # int32 [E, 2], zeros before
-    M: tl.constexpr,
-    K: tl.constexpr,
-    MOST_EXPONENT: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
-    """Each matrix with one scale, turned over and as it is, in one read.
-
-    The programs of a matrix hold their tiles until all have found their largest values. All of them
-    have to be there at once; they start in the order of their numbers, and none waits for later
-    matrices.
-    """
-    NUM: tl.constexpr = M // _TILE * (K // _TILE)
-    matrix = tl.program_id(0) // NUM
-    row, column = _place(tl.program_id(0) % NUM, M, K, TOGETHER)
-    offset = matrix.to(tl.int64) * M * K
-    x_ptr = x_ptr + offset
-    x0, x1 = _quarter(x_ptr, row, column, 0, M, K), _quarter(x_ptr, row, column, 1, M, K)
-    x2, x3 = _quarter(x_ptr, row, column, 2, M, K), _quarter(x_ptr, row, column, 3, M, K)
-    most = _larger(_larger(tl.abs(x0), tl.abs(x1)), _larger(tl.abs(x2), tl.abs(x3)))
-    most = tl.reduce(tl.reduce(most, 1, _larger), 0, _larger)
-    scale, inverse = _scale(_met(most, state_ptr + 2 * matrix, NUM), MOST_EXPONENT)
-    tl.store(scale_ptr + matrix, scale)
-    turned_ptr, straight_ptr = turned_ptr + offset, straight_ptr + offset
-    _store_cast(x0, x1, x2, x3, inverse, turned_ptr, straight_ptr, row, column, M, K, True)
-
-
-@triton.jit
 def quantize_rows(
     x_ptr,  # [M, K]
     values_ptr,  # 8 bits [M, K]

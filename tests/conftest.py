@@ -184,7 +184,7 @@ index, arguments = int(sys.argv[2]), sys.argv[3:]
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_two_processes():
     """`run_two_processes(script, *arguments)`: what each of two processes of one run printed.
 

@@ -1,15 +1,17 @@
 """A save that fails on one process of several fails on all, alike and soon; the next succeeds."""
 
+import json
+import re
+
 import pytest
 
 SCRIPT = """
-    import logging, os, pathlib, resource, signal, sys, time
+    import json, logging, os, pathlib, resource, signal, sys, time, traceback
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
     from jaxscale.checkpoint import checkpointer, folders
     from jaxscale.checkpoint.checkpointer import Checkpointer
     from jaxscale.checkpoint.stored import CheckpointError
-    folder, how, faulty = pathlib.Path(arguments[0]), arguments[1], set(map(int, arguments[2]))
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
@@ -22,12 +24,10 @@ SCRIPT = """
     target = {"w": jax.ShapeDtypeStruct((1 << 16,), np.float32, sharding=sharding)}
 
     def fail(*arguments, **options):
-        raise OSError(30, "Read-only file system", str(folder))
+        raise OSError(30, "Read-only file system", "here")
 
-    def disturb():
+    def disturb(how):
         # Undoes itself by the function that it returns.
-        if index not in faulty:
-            return lambda: None
         if how == "no space":
             before = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -42,28 +42,37 @@ SCRIPT = """
         setattr(owner, name, fail)
         return lambda: setattr(owner, name, original)
 
-    with Checkpointer(folder, keep_last=1) as saves:
-        saves.save(1, make(1), metadata={})
-        saves.wait()
-        undo, began, said = disturb(), time.monotonic(), None
-        try:
-            saves.save(2, make(2), metadata={})
+    def fail_once(folder, how, faulty):
+        with Checkpointer(folder, keep_last=1) as saves:
+            saves.save(1, make(1), metadata={})
             saves.wait()
-        except CheckpointError as error:
-            said, step = str(error), error.step
-        undo()
-        assert said and step == 2 and time.monotonic() - began < 30
-        assert saves.latest_step() == 1
-        print("said:", said)
-        saves.save(3, make(3), metadata={})
-        saves.wait()
-        assert saves.steps() == [3]
-        step, state, _ = saves.restore(target)
-        assert step == 3
-        for shard in state["w"].addressable_shards:
-            assert np.array_equal(shard.data, values[3][shard.index])
-    assert sorted(os.listdir(folder)) == ["3"], os.listdir(folder)
-    print("process", index, "done")
+            undo = disturb(how) if str(index) in faulty else lambda: None
+            began, said = time.monotonic(), None
+            try:
+                saves.save(2, make(2), metadata={})
+                saves.wait()
+            except CheckpointError as error:
+                said, step = str(error), error.step
+            undo()
+            assert said and step == 2 and time.monotonic() - began < 30
+            assert saves.latest_step() == 1
+            print("said:", said)
+            saves.save(3, make(3), metadata={})
+            saves.wait()
+            assert saves.steps() == [3]
+            step, state, _ = saves.restore(target)
+            assert step == 3
+            for shard in state["w"].addressable_shards:
+                assert np.array_equal(shard.data, values[3][shard.index])
+        assert sorted(os.listdir(folder)) == ["3"], os.listdir(folder)
+
+    for name, (how, faulty) in json.loads(arguments[1]).items():
+        print("failure:", name, flush=True)
+        try:
+            fail_once(pathlib.Path(arguments[0]) / name, how, faulty)
+        except BaseException:
+            traceback.print_exc(file=sys.stdout)
+        print("process", index, "done", flush=True)
 """
 
 # What fails, and on which processes.
@@ -78,18 +87,26 @@ FAILURES = {
 }
 
 
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory, run_two_processes):
+    """What each of two processes prints of each failure, by its name; and the folder of all."""
+    folder = tmp_path_factory.mktemp("together")
+    printed = run_two_processes(SCRIPT, folder, json.dumps(FAILURES))
+    one = re.compile(r"^failure: (.*)\n((?:(?!failure: ).*\n)*)", re.MULTILINE)
+    parts = [dict(one.findall(text)) for text in printed]
+    return {name: [part[name] for part in parts] for name in FAILURES}, folder
+
+
 @pytest.mark.parametrize("failure", FAILURES)
-def test_all_are_told_who_failed_and_why_and_the_next_save_succeeds(
-    tmp_path, run_two_processes, failure
-):
-    how, faulty = FAILURES[failure]
-    outputs = run_two_processes(SCRIPT, tmp_path, how, faulty)
-    said = [line for output in outputs for line in output.splitlines() if line.startswith("said:")]
-    assert len(said) == 2 and said[0] == said[1], outputs
-    assert f"saving step 2 to {tmp_path} failed: process {faulty[0]} (host " in said[0]
+def test_all_are_told_who_failed_and_why_and_the_next_save_succeeds(outputs, failure):
+    (how, faulty), (printed, folder) = FAILURES[failure], outputs
+    mine = printed[failure]
+    said = [line for text in mine for line in text.splitlines() if line.startswith("said:")]
+    assert len(said) == 2 and said[0] == said[1], mine
+    assert f"saving step 2 to {folder}/{failure} failed: process {faulty[0]} (host " in said[0]
     for process in (0, 1):
         assert (f"process {process} (host" in said[0]) == (str(process) in faulty)
     wanted = "File too large" if how == "no space" else "Read-only file system"
     assert wanted in said[0]
-    for output in outputs:
-        assert "done" in output and "Traceback" not in output, output
+    for text in mine:
+        assert "done" in text and "Traceback" not in text, text

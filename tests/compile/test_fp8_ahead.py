@@ -23,16 +23,16 @@ PRODUCTS = 3 * 5
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$", re.MULTILINE)
 
 
-def compiled_8b(**changes) -> str:
-    """Two layers of it, unrolled."""
+def compiled_8b(*, num_layers: int = LAYERS, **changes) -> str:
+    """So many layers of it, unrolled."""
     path = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
     spec = importlib.util.spec_from_file_location("llama3_8b", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     config = module.get_config()
-    config.model = dataclasses.replace(config.model, num_layers=LAYERS)
-    config.data.max_documents_per_row, config.scan_unroll = 8, LAYERS
+    config.model = dataclasses.replace(config.model, num_layers=num_layers)
+    config.data.max_documents_per_row, config.scan_unroll = 8, num_layers
     config.remat, config.batch_size = Remat.GEMMS, 8
     precision = changes.pop("precision")
     if precision["recipe"] == Recipe.FP8_BLOCKWISE and jax.__version_info__ < hopper.JAX:
@@ -141,12 +141,14 @@ def num_block_products(hlo: str) -> int:
 # layer's products more than once.
 @pytest.mark.parametrize("mesh", [dict(fsdp=8, zero=1), dict(stage=2, fsdp=4)], ids=str)
 def test_blocks_are_multiplied_by_the_kernel_on_other_layouts(mesh):
+    num_layers = mesh.get("stage", 1)
     hlo = compiled_8b(
+        num_layers=num_layers,
         precision=dict(recipe=Recipe.FP8_BLOCKWISE),
         mesh=MeshConfig(**mesh),
-        grad_accumulation=mesh.get("stage", 1),
+        grad_accumulation=num_layers,
     )
-    assert num_block_products(hlo) >= LAYERS * PRODUCTS
+    assert num_block_products(hlo) >= num_layers * PRODUCTS
     assert num_products(hlo) == (0, 0)
 
 

@@ -7,7 +7,7 @@ EXTRAS ?= data,test
 ARGS ?=
 
 # An environment that forbids Python to write bytecode has every process parse all of jax again: 5.1 s of a core to start
-# one instead of 1.8, and the tests start some hundreds. It is written here, and nothing of it beside the sources.
+# one instead of 1.8, and the tests start a hundred and more. It is written here, and nothing of it beside the sources.
 ifdef PYTHONDONTWRITEBYTECODE
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode

@@ -86,9 +86,9 @@ def multiply(
     x_scale_T = jnp.pad(x_scale_T, (0, TILE_T))
 
     def program(*refs, **scratch):
-        x, w, table, num, x_scale, w_scale, out = refs
+        x, w, visits, counts, x_scale, w_scale, out = refs
         scales = dict(x_scale=x_scale, w_scale=w_scale)
-        return _Scaled(x, w, table, num, out, is_transposed=True, **scales, **scratch)
+        return _Scaled(x, w, visits, counts, out, is_transposed=True, **scales, **scratch)
 
     return launch(
         program,

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels import hopper
-from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, groups_of, visits_of
+from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, ends_of, visits_of
 from jaxscale.kernels.hopper import WARPGROUPS, run
 
 TILE_K = TILE_T  # of the weights' gradient: columns of x
@@ -100,7 +100,7 @@ def weight_gradient(x_TK, grad_TN, *, group_sizes_E, out_dtype, tiles: Tiles | N
     Rows behind the last group may hold anything. What is not finite in a group's rows spoils its
     own matrix, and perhaps those of the two beside it.
     """
-    (num_rows, size), columns = x_TK.shape, grad_TN.shape[1]
+    size, columns = x_TK.shape[1], grad_TN.shape[1]
     tiles = tiles or tiles_for(columns)
     num_groups = len(group_sizes_E)
     programs = min(PROGRAMS, num_groups * -(-size // TILE_K) * -(-columns // tiles.columns))
@@ -121,8 +121,8 @@ def weight_gradient(x_TK, grad_TN, *, group_sizes_E, out_dtype, tiles: Tiles | N
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
     )
-    groups = jnp.stack(groups_of(group_sizes_E, num_rows=num_rows), axis=1)
-    return hopper.varying(kernel(x_TK, grad_TN, groups), x_TK, grad_TN, group_sizes_E)
+    ends_E = ends_of(group_sizes_E)
+    return hopper.varying(kernel(x_TK, grad_TN, ends_E), x_TK, grad_TN, ends_E)
 
 
 def _scratch(tiles: Tiles, operands, *, like, out_dtype) -> dict[str, Any]:
@@ -312,12 +312,12 @@ class _Program:
 
 @dataclasses.dataclass(frozen=True)
 class Product(_Program):
-    """The program of `multiply`. w: [E, K, N]; table and num: `Visits`."""
+    """The program of `multiply`. w: [E, K, N]; visits and counts: `Visits`."""
 
     x: Any
     w: Any
-    table: Any
-    num: Any
+    visits: Any
+    counts: Any
     out: Any
     _: dataclasses.KW_ONLY
     is_transposed: bool
@@ -330,17 +330,20 @@ class Product(_Program):
     def num_columns(self) -> int:
         return -(-self.out.shape[1] // self.tiles.columns)
 
+    def num_visits(self):
+        return self.counts[self.w.shape[0]]
+
     def num_tiles(self):
-        return self.num[0] * self.num_columns
+        return self.num_visits() * self.num_columns
 
     def place(self, i):
         """(tile of rows, tile of columns), so ordered that those made at once share operands."""
-        shape = self.num[0], self.num_columns
+        shape = self.num_visits(), self.num_columns
         return plgpu.planar_snake(i, shape, 1, self.tiles.together)
 
     def entries(self, i):
         tile, _ = self.place(i)
-        return tuple(self.table[tile, i] for i in range(4))
+        return tuple(self.visits[tile, i] for i in range(4))
 
     def work(self, i, entries) -> _Work:
         (_, column), (group, first, begin, end) = self.place(i), entries
@@ -390,11 +393,11 @@ class Product(_Program):
 
 @dataclasses.dataclass(frozen=True)
 class _WeightGradient(_Program):
-    """The program of `weight_gradient`. table: `Groups`, int32 [E, 3]."""
+    """The program of `weight_gradient`. ends: of groups, int32 [E]."""
 
     x: Any
     grad: Any
-    table: Any
+    ends: Any
     out: Any
     _: dataclasses.KW_ONLY
     masked: Any
@@ -412,12 +415,13 @@ class _WeightGradient(_Program):
 
     def entries(self, i):
         group = lax.div(i, self.num_in_group)
-        return tuple(self.table[group, i] for i in range(3))
+        return self.ends[jnp.maximum(group - 1, 0)], self.ends[group]
 
     def work(self, i, entries) -> _Work:
         group, tile = lax.div(i, self.num_in_group), lax.rem(i, self.num_in_group)
-        first, begin, end = entries
-        first = pl.multiple_of(first, ALIGNED)
+        before, end = (jnp.minimum(row, self.x.shape[0]) for row in entries)
+        begin = jnp.where(group > 0, before, 0)
+        first = pl.multiple_of(lax.div(begin, ALIGNED) * ALIGNED, ALIGNED)
         return _Work(
             group=group,
             first=first,
@@ -449,7 +453,7 @@ class _WeightGradient(_Program):
         mine = self.lhs_tiles.at[slot, :, own_lines()]
         pl.when((rows[0] > 0) | (rows[1] < BLOCK))(lambda: _keep(mine, rows))
 
-        @pl.when(row + BLOCK > self.table[self.table.shape[0] - 1, 2])
+        @pl.when(row + BLOCK > self.ends[self.ends.shape[0] - 1])
         def mask_gradient():
             for number in range(self.tiles.columns // BLOCK):
                 part = self.rhs_tiles.at[slot, :, pl.ds(number * BLOCK, BLOCK)]

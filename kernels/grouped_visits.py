@@ -1,11 +1,16 @@
 """Where groups of rows are, in tiles: tables that are made before grouped products run.
 
-T rows (tokens), E groups (experts).
+XLA makes each with one sum, and so in one launch, of some 2 us: the ends of groups, which are all
+that the gradient of weights reads; the tiles up to each end; the tiles. Products of the same groups
+in one program, or in one loop, share them.
+
+T rows (tokens), E groups (experts), V visits (tiles).
 """
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxscale.kernels.hopper import WARPGROUPS
 
@@ -13,49 +18,51 @@ TILE_T = 64 * WARPGROUPS  # rows of a tile: 64 a warpgroup
 ALIGNED = 8  # rows at a multiple of which a tile begins
 
 
-class Groups(NamedTuple):
-    """Rows begin <= row < end of each group, and `first`: begin, or up to 7 rows before it, where
-    its tiles begin. int32 [E]."""
-
-    first: Any
-    begin: Any
-    end: Any
-
-
-def groups_of(group_sizes_E, *, num_rows: int) -> Groups:
-    # Not jnp.cumsum, which is a launch or two more than a sum that XLA can fuse.
-    group = jnp.arange(len(group_sizes_E), dtype=jnp.int32)
-    end_E = jnp.where(group <= group[:, None], group_sizes_E, 0).sum(1, dtype=jnp.int32)
-    # Sizes that come to more than there are rows must not lead out of the tables.
-    begin_E, end_E = (jnp.clip(x, 0, num_rows) for x in (end_E - group_sizes_E, end_E))
-    return Groups(begin_E // ALIGNED * ALIGNED, begin_E, end_E)
+def ends_of(group_sizes_E):
+    """The row behind each group's last: int32 [E]; sizes may come to more than there are rows."""
+    return _sums_up_to_each(group_sizes_E)
 
 
 class Visits(NamedTuple):
     """The tiles of rows: a group, the first row, and the rows begin <= row < end to be stored.
 
-    int32 [tiles, 4] and [1]: so many of them there are. The group E is nobody's: its rows, behind
-    the last group, become zeros.
+    tiles: int32 [V, 4], of which the last of `counts` are there; counts: of tiles up to each
+    group's end, int32 [E + 1]. The group E is nobody's: its rows, behind the last group, become
+    zeros.
     """
 
     tiles: Any
-    num: Any
+    counts: Any
 
 
 def visits_of(group_sizes_E, *, num_rows: int) -> Visits:
     """At most T / 128 + 134 / 128 for each group and for nobody; half of it for each on average."""
-    nobody = num_rows - group_sizes_E.sum(dtype=jnp.int32)[None]
-    groups = groups_of(jnp.concatenate([group_sizes_E, nobody]), num_rows=num_rows)
-    num_groups = len(groups.end)
-    group = jnp.arange(num_groups, dtype=jnp.int32)
-    is_there = groups.end > groups.begin
-    tiles = jnp.where(is_there, -(-(groups.end - groups.first) // TILE_T), 0)
-    last = jnp.where(group <= group[:, None], tiles, 0).sum(1, dtype=jnp.int32)
-    most = (num_rows + num_groups * (TILE_T + ALIGNED - 2)) // TILE_T
-    tile = jnp.arange(most, dtype=jnp.int32)
-    group = (last <= tile[:, None]).sum(1, dtype=jnp.int32)
-    group = jnp.minimum(group, num_groups - 1)
-    first = groups.first[group] + (tile - (last - tiles)[group]) * TILE_T
-    begin = jnp.maximum(groups.begin[group], first)
-    end = jnp.minimum(groups.end[group], first + TILE_T)
-    return Visits(jnp.stack([group, first, begin, end], axis=1), last[-1:])
+    # Sizes that come to more than there are rows must not lead out of the tables.
+    ends_E = jnp.minimum(ends_of(group_sizes_E), num_rows)
+    begin, end = _before(ends_E), jnp.pad(ends_E, (0, 1), constant_values=num_rows)
+    first = lax.div(begin, ALIGNED) * ALIGNED
+    tiles = jnp.where(end > begin, lax.div(end - first + TILE_T - 1, TILE_T), 0)
+    counts = _sums_up_to_each(tiles)
+    most = (num_rows + len(counts) * (TILE_T + ALIGNED - 2)) // TILE_T
+    tile = jnp.arange(most, dtype=jnp.int32)[:, None]
+    # Not `counts - tiles`: then XLA would keep `tiles`, by a launch.
+    before = _before(counts[:-1])
+    first += (tile - before) * TILE_T
+    group = jnp.arange(len(counts), dtype=jnp.int32)
+    entries = group, first, jnp.maximum(begin, first), jnp.minimum(end, first + TILE_T)
+    # Sums of one value and zeros: to look for a tile's group, and then for what it has there, are
+    # two launches.
+    is_its = (before <= tile) & (tile < counts)
+    entries = jnp.stack([jnp.where(is_its, entry, 0) for entry in entries], axis=1)
+    return Visits(entries.sum(2, dtype=jnp.int32), counts)
+
+
+def _before(x):
+    """0 and those but the last."""
+    return jnp.pad(x, (1, 0))
+
+
+def _sums_up_to_each(x):
+    # Not jnp.cumsum, which is a launch or two more than a sum that XLA can fuse.
+    i = jnp.arange(len(x), dtype=jnp.int32)
+    return jnp.where(i <= i[:, None], x, 0).sum(1, dtype=jnp.int32)

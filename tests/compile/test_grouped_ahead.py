@@ -11,7 +11,7 @@ import pytest
 from jaxscale import sharding as shd
 from jaxscale.compile import ahead
 from jaxscale.config import PrecisionConfig, Recipe
-from jaxscale.kernels import grouped_fp8, grouped_programs, hopper, quantize
+from jaxscale.kernels import grouped_fp8, grouped_programs, grouped_visits, hopper, quantize
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.fp8 import fp8_of
 from jaxscale.ops.grouped import grouped_product
@@ -95,6 +95,44 @@ def test_no_matrix_is_transposed_or_expanded(program):
     # What is copied are the zeros that the stacks of gradients begin with.
     assert not re.findall(rf"= bf16\[{GROUPS},\d+,\d+\]\S* (?:transpose|copy)\(", program)
     assert f"[{GROUPS},{ROWS // 2}," not in program
+
+
+def gated(stack, x_TK, sizes_LRE, *, execution: Execution):
+    """The gradient through layers in a scan, each with groups of its own: gate, up, down."""
+
+    def layer(x_TK, weights):
+        gate_EKN, up_EKN, down_ENK, sizes_RE = weights
+        options = dict(group_sizes_RE=sizes_RE, name="up", execution=execution)
+        gate_TN = grouped_product(x_TK, gate_EKN, **options)
+        h_TN = jax.nn.silu(gate_TN) * grouped_product(x_TK, up_EKN, **options)
+        return grouped_product(h_TN, down_ENK, **options), None
+
+    def loss(stack, x_TK):
+        return jnp.sum(jax.lax.scan(layer, x_TK, (*stack, sizes_LRE))[0].astype(jnp.float32))
+
+    return jax.grad(loss, (0, 1))(stack, x_TK)
+
+
+@pytest.mark.parametrize("recipe", EXECUTIONS, ids=str)
+def test_the_products_of_a_layer_share_tables_that_are_three_launches(recipe):
+    (device,) = ahead.devices_of("h100", hosts=1, gpus_per_host=1)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shapes = [(LAYERS, GROUPS, *size) for size in ((K, N), (K, N), (N, K))]
+    *stack, x_TK = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+        for shape in (*shapes, (ROWS, K))
+    )
+    sizes = jax.ShapeDtypeStruct((LAYERS, 1, GROUPS), jnp.int32, sharding=sharding)
+    loss = functools.partial(gated, execution=EXECUTIONS[recipe])
+    compiled = jax.jit(loss).lower(tuple(stack), x_TK, sizes).compile(compiler_options=OPTIONS)
+    program = ahead.text_of(compiled)
+    counts = ahead.count_calls(program)
+    assert (counts["grouped_matmul"], counts["grouped_weight_gradient"]) == (6, 3)
+    # Ends of groups, counts of tiles, tiles: once in each of the two loops. What reads nothing is
+    # made before them.
+    most = (ROWS + (GROUPS + 1) * (grouped_visits.TILE_T + grouped_visits.ALIGNED - 2)) // 128
+    tables = re.findall(r"= s32\[([\d,]+)\]\S* fusion\(%", program)
+    assert sorted(tables) == sorted(2 * [f"{GROUPS}", f"{GROUPS + 1}", f"{most},4"])
 
 
 @pytest.mark.parametrize("columns", grouped_programs.COLUMNS)

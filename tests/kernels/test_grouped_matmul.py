@@ -145,7 +145,7 @@ def test_tiles_cover_each_row_once_and_begin_where_shared_memory_lets_them(seed)
     used = int(rng.integers(0, num_rows + 1))
     sizes = rng.multinomial(used, rng.dirichlet(np.full(num_groups, 0.3)))
     visits = visits_of(jnp.asarray(sizes, jnp.int32), num_rows=num_rows)
-    (num,), tiles = np.asarray(visits.num), np.asarray(visits.tiles)
+    num, tiles = int(visits.counts[-1]), np.asarray(visits.tiles)
     group_of_row = np.repeat(np.arange(num_groups + 1), [*sizes, num_rows - used])
     seen = np.zeros(num_rows, int)
     assert num <= len(tiles)
@@ -161,7 +161,17 @@ def test_tiles_cover_each_row_once_and_begin_where_shared_memory_lets_them(seed)
 
 def test_sizes_that_are_too_large_lead_nowhere_else():
     visits = visits_of(jnp.asarray([100, 100, 50], jnp.int32), num_rows=128)
-    assert visits.num[0] <= len(visits.tiles) and visits.tiles[: int(visits.num[0]), 3].max() == 128
+    num = int(visits.counts[-1])
+    assert num <= len(visits.tiles) and visits.tiles[:num, 3].max() == 128
+
+
+@needs_kernel
+def test_groups_that_are_too_large_end_with_the_rows():
+    x_TK, w_EKN, grad_TN, _ = operands("rows of no group")
+    too_large, as_it_is = (jnp.asarray([70, 100, size], jnp.int32) for size in (200, 94))
+    with interpreted():
+        found = made(kernel.grouped_matmul, x_TK, w_EKN, grad_TN, too_large)
+    assert_close(found, expected(x_TK, w_EKN, grad_TN, as_it_is))
 
 
 def test_the_widest_tile_is_taken_that_wastes_least():

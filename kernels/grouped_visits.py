@@ -53,8 +53,8 @@ def visits_of(group_sizes_E, *, num_rows: int) -> Visits:
     # Sums of one value and zeros: to look for a tile's group, and then for what it has there, are
     # two launches.
     is_its = (before <= tile) & (tile < counts)
-    entries = jnp.stack([jnp.where(is_its, entry, 0) for entry in entries], axis=1)
-    return Visits(entries.sum(2, dtype=jnp.int32), counts)
+    in_groups = jnp.stack([jnp.where(is_its, entry, 0) for entry in entries], axis=1)
+    return Visits(in_groups.sum(2, dtype=jnp.int32), counts)
 
 
 def _before(x):

@@ -74,10 +74,6 @@ def install() -> None:
     interpreter._convert_float = _converted
     interpreter.InterpreterBuilder.create_inline_asm = _assembled
     interpreter.ReduceOps.generic_reduce = _reduced
-    from jaxscale.kernels import quantize_triton
-
-    # Programs run one after the other here, and would wait for good (`_triton_call`).
-    quantize_triton._until = lambda *_: None
 
 
 class _Array:
@@ -124,9 +120,7 @@ class _View:
         return self.array
 
 
-def _triton_call(
-    *args, kernel, out_shape, grid, input_output_aliases=None, zeroed_outputs=(), **settings
-):
+def _triton_call(*args, kernel, out_shape, grid, input_output_aliases=None, **settings):
     for name in ("num_warps", "num_stages", "compute_capability", "name"):
         settings.pop(name, None)
     shapes, tree = jax.tree.flatten(out_shape)
@@ -135,12 +129,7 @@ def _triton_call(
     made = [_Array(np.full(s.shape, 77, np.uint8).astype(s.dtype)) for s in shapes]
     for source, target in (input_output_aliases or {}).items():
         made[target] = given[source]
-    for target in zeroed_outputs:
-        made[target] = _Array(np.zeros_like(made[target].values))
-    # With zeros to count in, programs wait for each other; what they wait for is there when all of
-    # them run again.
-    for _ in range(1 + bool(zeroed_outputs)):
-        kernel[grid](*given, *made, **settings)
+    kernel[grid](*given, *made, **settings)
     return jax.tree.unflatten(tree, [jax.numpy.asarray(array.values) for array in made])
 
 
@@ -179,8 +168,4 @@ def _reduced(self, inputs):
     parts = np.moveaxis(x.handle.data, self.axis, 0)
     tensors = (self.to_tensor(part, x.dtype) for part in parts)
     data = functools.reduce(self.combine_fn.fn, tensors).handle.data
-    if self.keep_dims:
-        data = np.expand_dims(data, self.axis)
-    elif parts.ndim == 1:
-        (data,) = data.reshape(-1)  # one number, and no array of one
-    return [self.to_tensor(data, x.dtype)]
+    return [self.to_tensor(np.expand_dims(data, self.axis) if self.keep_dims else data, x.dtype)]

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.kernels import flash_attention, flash_backward, flash_forward, flash_spans, hopper
+from jaxscale.kernels import (
+    flash_attention,
+    flash_backward_keys,
+    flash_forward,
+    flash_spans,
+    hopper,
+)
 from jaxscale.kernels.flash_forward import LOG2_E
 from jaxscale.kernels.xla_attention import reference
 from jaxscale.ops.documents import documents_of
@@ -163,7 +169,7 @@ def test_ds_that_is_written_before_it_was_read_is_found(monkeypatch):
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.here.ds_made.at[slot])
 
-    monkeypatch.setattr(flash_backward._OfKeys, "hand_over", hand_over)
+    monkeypatch.setattr(flash_backward_keys._OfKeys, "hand_over", hand_over)
     with pytest.raises(AssertionError):
         gradients("one document")
 

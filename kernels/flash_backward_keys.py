@@ -1,0 +1,412 @@
+"""Flash attention's dk and dv for Hopper, and dq by additions: a program for each tile of keys.
+
+It has 128 keys of one key head, 64 for each of two warpgroups that compute, and goes over the
+tiles of queries, of all heads that share the key head, which see them. Five products: scores and dp
+(transposed, so that p and ds stay in registers as operands), dv, dk, and dq, whose part is added in
+float32 to what other programs add. dq of a tile is made one tile late: ds crosses from one
+warpgroup to the other, and neither waits for it. What a warpgroup does between products runs beside
+a product of its own: p beside dp, ds beside dv, the addition of dq beside dk. At head size 64 steps
+are of 128 queries, and dq of 64 is made by each warpgroup (`Part.is_wide`).
+
+B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxscale.kernels.flash_forward import REGISTERS, REGISTERS_TO_COPY
+from jaxscale.kernels.flash_scores import STAGES, Operands, Scores, wait_if
+from jaxscale.kernels.flash_spans import Spans, Work, tiles_of_queries
+from jaxscale.kernels.hopper import WARPGROUPS, load, run
+
+TILE_Q = 64
+TILE_K = 64 * WARPGROUPS
+# Up to this head size a warpgroup has the registers for its sums of five products.
+MAX_HEAD_SIZE_OF_FIVE = 128
+PER_QUERY = plgpu.Layout.WGMMA.reduce(0)  # of scores that are transposed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a kernel by tiles of keys makes, of how many queries a step, and how many tiles of
+    gradients it holds."""
+
+    name: str = "flash_attention_backward"
+    has_dk: bool = True
+    has_dv: bool = True
+    grad_stages: int = STAGES
+    num_queries: int = TILE_Q
+
+    @property
+    def is_wide(self) -> bool:
+        """Steps of 128 queries, with additions of dq, of which a warpgroup makes 64 queries instead
+        of half of the columns. The tiles to visit stay in registers, and jax adds no barriers to
+        those that stand here.
+
+        These are enough. No thread reads and writes the same shared memory, and all 256 threads
+        arrive at each barrier in it, so no warp is a phase behind another. Threads write `ds_tiles`
+        when both warpgroups have waited for the products that read them (`ds_used`), `dq_tile`
+        when TMA has read it (`wait_smem_to_gmem`, behind which the warpgroup meets), and in the
+        end `k_tile` and `v_tile`, when all products are done (`both`). Products and TMA read what
+        threads wrote behind `commit_smem`, a fence and a meeting of the warpgroup. TMA writes where
+        all threads are done (`q_used`, `grad_used`).
+        """
+        return self.num_queries > TILE_Q
+
+    @property
+    def num_ds(self) -> int:
+        """Tiles of ds. With four none is waited for: a warpgroup may be a step ahead, and the other
+        still read what it made two before. Of two, one is waited for until both have read it: of
+        128 queries there is no room for four."""
+        return 2 if self.is_wide else 4
+
+
+WHOLE = Part()
+# Head size 64: 0.91 to 0.93 ms instead of 1.09 on an H200 (docs/kernels.md).
+WIDE = Part(num_queries=128)
+# 128 keys and values and two tiles of queries are 192 of 227 KiB: there is room for one of
+# gradients, which are needed for dp alone and so not for long.
+OF_KEYS = Part(name="flash_attention_backward_of_keys", has_dv=False, grad_stages=1)
+OF_VALUES = Part(name="flash_attention_backward_of_values", has_dk=False)
+
+
+def parts_of(head_size: int) -> tuple[Part, ...]:
+    """The kernels that make dk and dv, in this order: one if a warpgroup has the registers for the
+    sums of both, 64 keys of each in float32."""
+    return (WHOLE,) if head_size <= MAX_HEAD_SIZE_OF_FIVE else (OF_KEYS, OF_VALUES)
+
+
+def of_keys(operands, begins, *, spans: Spans, scores: Scores, part: Part, dq):
+    """[dk, dv] or one of them; adds dq / scale to `dq`, a reference of float32, unless None."""
+    q_BSNH, k_BTKH, v_BTKV, _ = operands
+    rows, num_keys, num_key_heads, head_size = k_BTKH.shape
+    v_head_size = v_BTKV.shape[-1]
+    tile_q, num_ds = part.num_queries, part.num_ds
+    visits = tiles_of_queries(spans, num_keys=num_keys, tile_q=tile_q, tile_k=TILE_K)
+    # Of a warpgroup.
+    dq_shape = (TILE_Q, head_size if part.is_wide else head_size // WARPGROUPS)
+
+    def operand(*shape):
+        return plgpu.SMEM(shape, q_BSNH.dtype, transforms=_swizzled(dq_shape[1]))
+
+    floats = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+    num_grads = part.grad_stages
+    used = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS)
+    # Of a tile of queries and its statistics.
+    loaded = functools.partial(plgpu.Barrier, num_arrivals=2)
+    for_dq = dict(
+        ds_tiles=operand(num_ds, TILE_K, tile_q),
+        dq_tile=plgpu.SMEM((WARPGROUPS, *dq_shape), jnp.float32, transforms=floats),
+        ds_made=used(num_barriers=num_ds),
+        both=plgpu.Barrier(num_arrivals=WARPGROUPS),
+        **(dict(ds_used=used(num_barriers=num_ds)) if part.is_wide else {}),
+    )
+
+    def program(*refs, **scratch):
+        group = q_BSNH.shape[2] // num_key_heads
+        options = dict(part=part, group=group, scores=scores)
+        run(_OfKeys(*refs, **scratch, has_dq=dq is not None, **options))
+
+    program.__name__ = part.name
+    # dv is put there on its way out too, or in place of the keys if it has their size.
+    has_v_tile = part.has_dk or v_head_size != head_size
+    made = [x for x, is_made in ((k_BTKH, part.has_dk), (v_BTKV, part.has_dv)) if is_made]
+    kernel = plgpu.kernel(
+        program,
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in made],
+        scratch_types=dict(
+            k_tile=operand(TILE_K, head_size),
+            q_tiles=operand(STAGES, tile_q, head_size),
+            grad_tiles=operand(num_grads, tile_q, v_head_size),
+            lse_tiles=plgpu.SMEM((STAGES, tile_q), jnp.float32),
+            seen_tiles=plgpu.SMEM((num_grads, tile_q), jnp.float32),
+            keys_loaded=plgpu.Barrier(num_arrivals=1 + part.has_dk),
+            q_loaded=loaded(num_barriers=STAGES),
+            grad_loaded=loaded(num_barriers=num_grads),
+            q_used=used(num_barriers=STAGES),
+            grad_used=used(num_barriers=num_grads),
+            **(dict(v_tile=operand(TILE_K, v_head_size)) if has_v_tile else {}),
+            **(for_dq if dq is not None else {}),
+        ),
+        grid=(num_key_heads, num_keys // TILE_K, rows),
+        grid_names=("head", "tile", "row"),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=part.is_wide
+        ),
+    )
+    added_to = () if dq is None else (dq,)
+    return kernel(*operands, *begins, *spans, visits.stacked(), *added_to)
+
+
+def _swizzled(columns: int):
+    """Of operands with whole tiles of so many columns."""
+    columns = min(64, columns)
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+
+
+class _OfKeys:
+    """The program of `of_keys`."""
+
+    # References, or None.
+    dq: Any
+    dk: Any
+    dv: Any
+
+    def __init__(self, *refs, has_dq: bool, part: Part, group: int, scores: Scores, **scratch: Any):
+        self.operands = Operands(*refs[:9])
+        made = iter(refs[9:])
+        self.dq, self.dk, self.dv = (
+            next(made) if is_made else None for is_made in (has_dq, part.has_dk, part.has_dv)
+        )
+        self.part, self.group, self.scores = part, group, scores
+        self.here = _OfKeysScratch(**scratch)
+        self.remembered = self.operands.work() if part.is_wide else None
+
+    def work(self) -> Work:
+        return self.remembered or self.operands.work()
+
+    def num_steps(self):
+        return self.group * self.work().num
+
+    def step_of(self, i):
+        """(head, tile of queries) of the ith step; steps without a mask come first."""
+        work, (_, key_head, _) = self.work(), self.operands.place()
+        if self.part.is_wide and self.group == 1:
+            return key_head, work.tile(i)
+        num_whole = self.group * work.num_whole
+        is_whole = i < num_whole
+        tiles = jnp.where(is_whole, work.num_whole, work.num - work.num_whole)
+        j = jnp.where(is_whole, i, i - num_whole)
+        head_of_group, tile = lax.div(j, tiles), lax.rem(j, tiles)
+        tile = jnp.where(is_whole, tile, work.num_whole + tile)
+        return key_head * self.group + head_of_group, work.tile(tile)
+
+    def copy(self):
+        """Loads this program's keys and values, and tiles of queries ahead of the others."""
+        plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
+        of, here = self.operands, self.here
+        row, key_head, tile = of.place()
+        keys = (row, pl.ds(tile * TILE_K, TILE_K), key_head)
+        plgpu.copy_gmem_to_smem(of.k.at[keys], here.k_tile, here.keys_loaded)
+        if self.dk is not None:
+            plgpu.copy_gmem_to_smem(of.v.at[keys], here.v_tile, here.keys_loaded)
+
+        @pl.loop(0, self.num_steps())
+        def load_tile(i):
+            head, tile = self.step_of(i)
+            queries = self.queries(tile)
+            for operand, statistic, tiles, statistics, loaded, used in (
+                (of.q, of.lse, here.q_tiles, here.lse_tiles, here.q_loaded, here.q_used),
+                (
+                    of.grad,
+                    of.seen,
+                    here.grad_tiles,
+                    here.seen_tiles,
+                    here.grad_loaded,
+                    here.grad_used,
+                ),
+            ):
+                stages = tiles.shape[0]
+                slot = lax.rem(i, stages)
+                wait_if(i >= stages, used.at[slot])
+                for source, target in (
+                    (operand.at[row, queries, head], tiles),
+                    (statistic.at[row, head, queries], statistics),
+                ):
+                    plgpu.copy_gmem_to_smem(source, target.at[slot], loaded.at[slot])
+
+    def compute(self):
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        here, of = self.here, self.operands
+        row, key_head, tile = of.place()
+        num_steps, mine = self.num_steps(), self.mine()
+        if self.dq is not None:
+            # The first step adds the product of these zeros to the dq of its own tile.
+            zeros = jnp.zeros((64, self.part.num_queries), here.ds_tiles.dtype)
+            zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+            if here.ds_used is not None:
+                for slot in range(self.part.num_ds):
+                    plgpu.barrier_arrive(here.ds_used.at[slot])
+            self.hand_over(zeros, self.part.num_ds - 1)
+        plgpu.barrier_wait(here.keys_loaded)
+        sums = {
+            name: plgpu.ACC((64, like.shape[-1]), jnp.float32)
+            for name, like, made in (("dk", of.k, self.dk), ("dv", of.v, self.dv))
+            if made is not None
+        }
+        sums = pl.run_scoped(self.all_steps, **sums)
+        if self.dq is not None:
+            pl.when(num_steps > 0)(lambda: self.add_dq(num_steps - 1))
+            # The other warpgroup has read this one's keys for its columns of dq.
+            plgpu.barrier_arrive(here.both)
+            plgpu.barrier_wait(here.both)
+        keys = (row, pl.ds(tile * TILE_K + lax.axis_index("warpgroup") * 64, 64), key_head)
+        # This warpgroup's part of a tile that is read no more, and where it goes.
+        places = {
+            "dk": (here.k_tile, self.dk, self.scores.scale),
+            "dv": (here.k_tile if here.v_tile is None else here.v_tile, self.dv, 1.0),
+        }
+        for name, made in sums.items():
+            made_tile, target, factor = places[name]
+            made_tile.at[mine][...] = (made * factor).astype(target.dtype)
+        plgpu.commit_smem()
+        for name in sums:
+            made_tile, target, _ = places[name]
+            plgpu.copy_smem_to_gmem(made_tile.at[mine], target.at[keys])
+        plgpu.wait_smem_to_gmem(0)
+
+    def mine(self):
+        """This warpgroup's keys of the tile."""
+        return pl.ds(lax.axis_index("warpgroup") * 64, 64)
+
+    def all_steps(self, **sums):
+        num_whole = self.group * self.work().num_whole
+        step = functools.partial(self.step, **sums)
+        pl.loop(0, num_whole)(functools.partial(step, is_whole=True))
+        pl.loop(num_whole, self.num_steps())(functools.partial(step, is_whole=False))
+        return {name: made[...] for name, made in sums.items()}
+
+    def step(self, i, *, is_whole: bool, dk=None, dv=None):
+        here, mine = self.here, self.mine()
+        q_slot, grad_slot = lax.rem(i, STAGES), lax.rem(i, here.grad_tiles.shape[0])
+        q_tile, grad_tile = here.q_tiles.at[q_slot], here.grad_tiles.at[grad_slot]
+        lse_tile, dtype = here.lse_tiles.at[q_slot], self.operands.q.dtype
+        plgpu.barrier_wait(here.q_loaded.at[q_slot])
+        plgpu.barrier_wait(here.grad_loaded.at[grad_slot])
+
+        def issue(scores, dp=None):
+            if self.scores.cap is None:
+                scores[...] = _begin(lse_tile)
+            if dk is not None:
+                dp[...] = _begin(here.seen_tiles.at[grad_slot])
+            plgpu.wgmma(scores, here.k_tile.at[mine], q_tile.transpose((1, 0)))
+            if dk is not None:
+                plgpu.wgmma(dp, here.v_tile.at[mine], grad_tile.transpose((1, 0)))
+            products = plgpu.wgmma_accumulator_load(scores, wait_n=int(dk is not None))
+            p, slope = self.scores.weights(products, lambda: _begin(lse_tile))
+            if not is_whole:
+                p = self.masked(p, i)
+            if dv is not None:
+                plgpu.wgmma(dv, p.astype(dtype), grad_tile)
+            if dk is not None:
+                dp = plgpu.wgmma_accumulator_load(dp, wait_n=int(dv is not None))
+                ds = ((p if slope is None else p * slope) * dp).astype(dtype)
+            if dv is None:
+                plgpu.barrier_arrive(here.grad_used.at[grad_slot])
+            if self.dq is not None:
+                self.hand_over(ds, lax.rem(i, self.part.num_ds))
+                self.add_dq(i - 1, before=lambda: plgpu.wgmma(dk, ds, q_tile))
+            elif dk is not None:
+                plgpu.wgmma(dk, ds, q_tile)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(here.q_used.at[q_slot])
+            if dv is not None:
+                plgpu.barrier_arrive(here.grad_used.at[grad_slot])
+
+        tile = plgpu.ACC((64, self.part.num_queries), jnp.float32)
+        pl.run_scoped(issue, *([tile] if dk is None else [tile, tile]))
+
+    def masked(self, p, i):
+        row, _, tile_of_keys = self.operands.place()
+        _, tile = self.step_of(i)
+        queries = self.queries(tile)
+        key = tile_of_keys * TILE_K + lax.axis_index("warpgroup") * 64
+        key += plgpu.broadcasted_iota(jnp.int32, p.shape, 0, layout=plgpu.Layout.WGMMA)
+        # One after the other: both at once take registers that spill.
+        first = _per_query(self.operands.first.at[row, queries])
+        p = jnp.where(key >= _by_column(first, p), p, 0.0)
+        last = _per_query(self.operands.last.at[row, queries])
+        return jnp.where(key < _by_column(last, p), p, 0.0)
+
+    def queries(self, tile):
+        return pl.ds(tile * self.part.num_queries, self.part.num_queries)
+
+    def hand_over(self, ds, slot):
+        """Gives this warpgroup's ds of a tile of queries to both."""
+        if self.here.ds_used is not None:
+            plgpu.barrier_wait(self.here.ds_used.at[slot])
+        self.here.ds_tiles.at[slot, self.mine()][...] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.here.ds_made.at[slot])
+
+    def add_dq(self, i, *, before=None):
+        """Adds this warpgroup's part of dq of the ith step (-1: zeros, to that of step 0).
+
+        before: issues a product that runs while this one is added.
+        """
+        here, (row, _, _) = self.here, self.operands.place()
+        head, tile = self.step_of(jnp.maximum(i, 0))
+        warpgroup, part = lax.axis_index("warpgroup"), self.part
+        dq_tile = here.dq_tile.at[warpgroup]
+        _, num_queries, num_columns = here.dq_tile.shape
+        columns = pl.ds(0 if part.is_wide else warpgroup * num_columns, num_columns)
+        slot = lax.rem(i + part.num_ds, part.num_ds)
+        plgpu.barrier_wait(here.ds_made.at[slot])
+
+        def product(ref):
+            ds_tile = here.ds_tiles.at[slot]
+            if part.is_wide:
+                ds_tile = ds_tile.at[:, pl.ds(warpgroup * num_queries, num_queries)]
+            plgpu.wgmma(ref, ds_tile.transpose((1, 0)), here.k_tile.at[:, columns])
+            if before is None:
+                return ref[...]
+            before()
+            return plgpu.wgmma_accumulator_load(ref, wait_n=1)
+
+        dq = pl.run_scoped(product, plgpu.ACC((num_queries, num_columns), jnp.float32))
+        if here.ds_used is not None:
+            plgpu.barrier_arrive(here.ds_used.at[slot])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        dq_tile[...] = dq
+        plgpu.commit_smem()
+        first_query = tile * part.num_queries
+        if part.is_wide:
+            first_query += warpgroup * num_queries
+        target = self.dq.at[row, pl.ds(first_query, num_queries), head, columns]
+        plgpu.copy_smem_to_gmem(dq_tile, target, reduction_op="add")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OfKeysScratch:
+    """Shared memory and barriers of `_OfKeys`."""
+
+    k_tile: Any
+    q_tiles: Any
+    grad_tiles: Any
+    lse_tiles: Any
+    seen_tiles: Any
+    keys_loaded: Any
+    q_loaded: Any
+    grad_loaded: Any
+    q_used: Any
+    grad_used: Any
+    v_tile: Any = None
+    ds_tiles: Any = None
+    dq_tile: Any = None
+    ds_made: Any = None
+    ds_used: Any = None
+    both: Any = None
+
+
+def _per_query(ref):
+    return load(ref, layout=PER_QUERY, optimized=False)
+
+
+def _begin(ref):
+    """What sums over the head begin with: of each query the same for all keys."""
+    values = load(ref, layout=PER_QUERY)
+    tile = lax.broadcast_in_dim(values, (64, *values.shape), [1])
+    return plgpu.layout_cast(tile, plgpu.Layout.WGMMA)
+
+
+def _by_column(x, like):
+    return lax.broadcast_in_dim(x, like.shape, [1])

@@ -1,0 +1,180 @@
+"""Flash attention's dq for Hopper by itself, in one order: a program for each tile of queries.
+
+It has 128 queries of one head, 64 for each of two warpgroups that compute, and goes over the tiles
+of keys that they see. Three products: scores, dp and dq.
+
+B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxscale.kernels.flash_forward import REGISTERS, REGISTERS_TO_COPY
+from jaxscale.kernels.flash_scores import STAGES, Operands, Scores, wait_if
+from jaxscale.kernels.flash_spans import Spans, tiles_of_keys
+from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
+
+TILE_Q = 64 * WARPGROUPS
+TILE_K = 64
+PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def of_queries(operands, begins, *, spans: Spans, scores: Scores):
+    """dq."""
+    q_BSNH, k_BTKH, v_BTKV, _ = operands
+    rows, seq, num_heads, head_size = q_BSNH.shape
+    v_head_size = v_BTKV.shape[-1]
+    tiles = dict(tile_q=TILE_Q, tile_k=TILE_K)
+    visits = tiles_of_keys(spans, num_keys=k_BTKH.shape[1], **tiles)
+
+    # Of head size 256, 128 queries, their gradients and two tiles of keys are 192 of 227 KiB.
+    num_values = 1 if head_size > 192 else STAGES
+    used = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS)
+
+    def operand(*shape):
+        tiled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+        return plgpu.SMEM(shape, q_BSNH.dtype, transforms=tiled)
+
+    def flash_attention_backward_of_queries(*refs, **scratch):
+        group = num_heads // k_BTKH.shape[2]
+        run(_OfQueries(*refs, **scratch, group=group, scores=scores))
+
+    kernel = plgpu.kernel(
+        flash_attention_backward_of_queries,
+        out_type=[jax.ShapeDtypeStruct(q_BSNH.shape, q_BSNH.dtype)],
+        scratch_types=dict(
+            q_tile=operand(WARPGROUPS, 64, head_size),
+            grad_tile=operand(WARPGROUPS, 64, v_head_size),
+            k_tiles=operand(STAGES, TILE_K, head_size),
+            v_tiles=operand(num_values, TILE_K, v_head_size),
+            queries_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
+            k_loaded=plgpu.Barrier(num_barriers=STAGES),
+            v_loaded=plgpu.Barrier(num_barriers=num_values),
+            k_used=used(num_barriers=STAGES),
+            v_used=used(num_barriers=num_values),
+        ),
+        grid=(num_heads, seq // TILE_Q, rows),
+        grid_names=("head", "tile", "row"),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    (dq_BSNH,) = kernel(*operands, *begins, *spans, visits.stacked())
+    return dq_BSNH
+
+
+class _OfQueries:
+    """The program of `of_queries`."""
+
+    def __init__(self, *refs, group: int, scores: Scores, **scratch):
+        self.operands = Operands(*refs[:9])
+        (self.dq,) = refs[9:]
+        self.group, self.scores = group, scores
+        self.here = _OfQueriesScratch(**scratch)
+
+    def copy(self):
+        """Loads tiles of keys and values ahead of the others."""
+        plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
+        of, here, work = self.operands, self.here, self.operands.work()
+        row, head, _ = of.place()
+
+        @pl.loop(0, work.num)
+        def load_tile(i):
+            tile = pl.ds(work.tile(i) * TILE_K, TILE_K)
+            keys = (row, tile, lax.div(head, self.group))
+            for source, tiles, loaded, used in (
+                (of.k, here.k_tiles, here.k_loaded, here.k_used),
+                (of.v, here.v_tiles, here.v_loaded, here.v_used),
+            ):
+                slot = lax.rem(i, tiles.shape[0])
+                wait_if(i >= tiles.shape[0], used.at[slot])
+                plgpu.copy_gmem_to_smem(source.at[keys], tiles.at[slot], loaded.at[slot])
+
+    def compute(self):
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        of, here = self.operands, self.here
+        row, head, tile = of.place()
+        warpgroup = lax.axis_index("warpgroup")
+        queries = pl.ds(tile * TILE_Q + warpgroup * 64, 64)
+        loaded, q_tile = here.queries_loaded.at[warpgroup], here.q_tile.at[warpgroup]
+        plgpu.copy_gmem_to_smem(of.q.at[row, queries, head], q_tile, loaded)
+        grad_tile = here.grad_tile.at[warpgroup]
+        plgpu.copy_gmem_to_smem(of.grad.at[row, queries, head], grad_tile, loaded)
+        of_rows = [
+            load(ref, layout=PER_ROW, optimized=False)
+            for ref in (
+                of.lse.at[row, head, queries],
+                of.seen.at[row, head, queries],
+                of.first.at[row, queries],
+                of.last.at[row, queries],
+            )
+        ]
+        plgpu.barrier_wait(loaded)
+
+        def all_tiles(dq):
+            num_whole = of.work().num_whole
+            step = functools.partial(self.step, dq=dq, of_rows=of_rows)
+            pl.loop(0, num_whole)(functools.partial(step, is_whole=True))
+            pl.loop(num_whole, of.work().num)(functools.partial(step, is_whole=False))
+            return dq[...]
+
+        dq = pl.run_scoped(all_tiles, plgpu.ACC((64, of.q.shape[-1]), jnp.float32))
+        q_tile[...] = (dq * self.scores.scale).astype(self.dq.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_tile, self.dq.at[row, queries, head])
+        plgpu.wait_smem_to_gmem(0)
+
+    def step(self, i, *, dq, of_rows, is_whole: bool):
+        here, warpgroup = self.here, lax.axis_index("warpgroup")
+        k_slot, v_slot = (lax.rem(i, tiles.shape[0]) for tiles in (here.k_tiles, here.v_tiles))
+        k_tile, v_tile = here.k_tiles.at[k_slot], here.v_tiles.at[v_slot]
+        lse, seen, first, last = of_rows
+        plgpu.barrier_wait(here.k_loaded.at[k_slot])
+        plgpu.barrier_wait(here.v_loaded.at[v_slot])
+
+        def begin(values):
+            tile = lax.broadcast_in_dim(values, (64, TILE_K), [0])
+            return plgpu.layout_cast(tile, plgpu.Layout.WGMMA)
+
+        def products(scores, dp):
+            if self.scores.cap is None:
+                scores[...] = begin(lse)
+            dp[...] = begin(seen)
+            plgpu.wgmma(scores, here.q_tile.at[warpgroup], k_tile.transpose((1, 0)))
+            plgpu.wgmma(dp, here.grad_tile.at[warpgroup], v_tile.transpose((1, 0)))
+            products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            p, slope = self.scores.weights(products, lambda: begin(lse))
+            if not is_whole:
+                key = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=plgpu.Layout.WGMMA)
+                key += self.operands.work().tile(i) * TILE_K
+                p = jnp.where((key >= by_row(first, p)) & (key < by_row(last, p)), p, 0.0)
+            ds = (p if slope is None else p * slope) * plgpu.wgmma_accumulator_load(dp)
+            plgpu.barrier_arrive(here.v_used.at[v_slot])
+            plgpu.wgmma(dq, ds.astype(self.dq.dtype), k_tile)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(here.k_used.at[k_slot])
+
+        tile = plgpu.ACC((64, TILE_K), jnp.float32)
+        pl.run_scoped(products, tile, tile)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OfQueriesScratch:
+    """Shared memory and barriers of `_OfQueries`."""
+
+    q_tile: Any
+    grad_tile: Any
+    k_tiles: Any
+    v_tiles: Any
+    queries_loaded: Any
+    k_loaded: Any
+    v_loaded: Any
+    k_used: Any
+    v_used: Any

@@ -1,0 +1,68 @@
+"""What the programs of flash attention's backward pass share: scores, and what they read.
+
+B rows, N query heads, S queries.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxscale.kernels.flash_forward import LOG2_E
+from jaxscale.kernels.flash_spans import Work
+
+STAGES = 2  # tiles of queries in shared memory, or of keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How a program makes scores of products of queries and keys."""
+
+    scale: float
+    cap: float | None
+
+    def begin(self, lse_BNS):
+        """What a program subtracts of them: where sums begin, which are multiplied by the scale
+        after it, but for scores with a cap, which are then powers of 2."""
+        return -lse_BNS / self.scale if self.cap is None else -lse_BNS * LOG2_E
+
+    def weights(self, products, lse):
+        """(p, what d of scores is to be multiplied by or None).
+
+        products: with `begin` in them, but for scores with a cap. lse: a function that gives
+        `begin` in the shape of products.
+        """
+        if self.cap is None:
+            return jnp.exp2(products * (self.scale * LOG2_E)), None
+        tanh = jnp.tanh(products * (self.scale / self.cap))
+        return jnp.exp2(tanh * (self.cap * LOG2_E) + lse()), 1.0 - tanh * tanh
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The references of what the programs read."""
+
+    q: Any
+    k: Any
+    v: Any
+    grad: Any
+    lse: Any
+    seen: Any
+    first: Any
+    last: Any
+    visits: Any
+
+    def place(self):
+        """(row, head, tile)."""
+        return tuple(lax.axis_index(name) for name in ("row", "head", "tile"))
+
+    def work(self) -> Work:
+        row, _, tile = self.place()
+        return Work(*(self.visits[row, tile, i] for i in range(4)))
+
+
+def wait_if(condition, barrier):
+    pl.when(condition)(lambda: plgpu.barrier_wait(barrier))

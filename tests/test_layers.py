@@ -17,6 +17,7 @@ LAYERS = {
     "jaxscale.config": 0,
     "jaxscale.launch": 0,
     "jaxscale.files": 0,
+    "jaxscale.warned": 0,
     "jaxscale.gpu_facts": 0,
     "jaxscale.watch": 1,
     "jaxscale.xla": 1,

@@ -4,22 +4,19 @@ B rows, S sequence, N query heads, K key heads, H head size, V head size of the 
 a row at most.
 """
 
-import functools
-import logging
 from types import ModuleType
 from typing import Any
 
 import jax
 
 from jaxscale import sharding as shd
+from jaxscale import warned
 from jaxscale.config import Attention
 from jaxscale.kernels import cudnn_attention, flash_attention, xla_attention
 from jaxscale.ops import context
 from jaxscale.ops.documents import Documents
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.kept import Kept
-
-log = logging.getLogger(__name__)
 
 # The preferred one first. Each offers what kernels/__init__.py lists.
 KERNELS: dict[Attention, ModuleType] = {
@@ -77,13 +74,8 @@ def choose(
                 f"no memory-saving attention for config.seq_len={q_BSNH.shape[1]}: {others}. Mend "
                 f"that, or accept quadratic memory with config.attention='xla'"
             )
-        _say_once(f"attention runs as plain XLA operations: {others}")
+        warned.once(f"attention runs as plain XLA operations: {others}")
     return chosen
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    log.warning("%s", message)
 
 
 def attention(

@@ -4,18 +4,16 @@ T rows (tokens), R runs of them, E groups (experts), K rows and N columns of a m
 """
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
 
 from jaxscale import sharding as shd
+from jaxscale import warned
 from jaxscale.config import Recipe
 from jaxscale.kernels import grouped_fp8, grouped_matmul, quantize_grouped
 from jaxscale.ops import fp8
 from jaxscale.ops.execution import Execution
-
-log = logging.getLogger(__name__)
 
 
 def grouped_product(
@@ -67,13 +65,13 @@ def _on_device(x_TK, w_EKN, group_sizes_E, *, name: str, execution: Execution):
         if not (objection := _objection(w_EKN, how=how)):
             operands = _varying_alike(x_TK, w_EKN, group_sizes_E)
             return _in_8_bits(*operands, name=name, execution=execution)
-        _say_once(f"products of {name!r} are made in {x_TK.dtype.name}: {objection}")
+        warned.once(f"products of {name!r} are made in {x_TK.dtype.name}: {objection}")
     reason = grouped_matmul.supported(x_TK, w_EKN, **_device(execution))
     if reason is None:
         x_TK, w_EKN, group_sizes_E = _varying_alike(x_TK, w_EKN, group_sizes_E)
         return grouped_matmul.grouped_matmul(x_TK, w_EKN, group_sizes_E=group_sizes_E)
     if execution.platform != "cpu":
-        _say_once(f"all rows are multiplied with all {len(w_EKN)} matrices: {reason}")
+        warned.once(f"all rows are multiplied with all {len(w_EKN)} matrices: {reason}")
     return grouped_matmul.reference(x_TK, w_EKN, group_sizes_E=group_sizes_E)
 
 
@@ -89,11 +87,6 @@ def _varying_alike(*arrays):
         jax.lax.pcast(array, tuple(union - mine), to="varying") if union - mine else array
         for array, mine in zip(arrays, varying, strict=True)
     ]
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    log.warning("%s", message)
 
 
 # Products of operands in 8 bits.
@@ -123,7 +116,7 @@ def _in_8_bits(x_TK, w_EKN, group_sizes_E, *, name: str, execution: Execution):
     how, dtype = execution.fp8, x_TK.dtype
     assert how is not None
     if how.weight_gradients:
-        _say_once(f"the gradients of the matrices {name!r} are made in {dtype.name}")
+        warned.once(f"the gradients of the matrices {name!r} are made in {dtype.name}")
     tell = functools.partial(fp8.tell, how.observe)
     multiply = functools.partial(multiply_8_bits, out_dtype=dtype, execution=execution)
 
@@ -183,7 +176,7 @@ def rows_in_8_bits(x_TK, *, dtype, execution: Execution) -> fp8.Quantised:
 
 def _say_who_rounds(reason: str, *, execution: Execution) -> None:
     if execution.platform != "cpu":
-        _say_once(f"XLA rounds what grouped products read in 8 bits: {reason}")
+        warned.once(f"XLA rounds what grouped products read in 8 bits: {reason}")
 
 
 def multiply_8_bits(
@@ -201,7 +194,7 @@ def multiply_8_bits(
     if reason is None:
         return grouped_fp8.multiply(x.values, w.values, **options)
     if execution.platform != "cpu":
-        _say_once(f"all rows are multiplied with all {len(w.values)} matrices: {reason}")
+        warned.once(f"all rows are multiplied with all {len(w.values)} matrices: {reason}")
     return grouped_fp8.reference(x.values, w.values, **options)
 
 

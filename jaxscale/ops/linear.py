@@ -4,7 +4,6 @@ B rows, S sequence, D model, F mlp.
 """
 
 import functools
-import logging
 import math
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import sharding as shd
+from jaxscale import warned
 from jaxscale.config import Recipe
 from jaxscale.ops import delayed, fp8
 from jaxscale.ops.execution import Execution
@@ -28,8 +28,6 @@ SCALES = "scales"
 # round it (compiled for an H200). Other inputs are in memory already: attention's output, an
 # activation that its own backward pass shares.
 OF_NORMS = ("qkv", "gate", "up")
-
-log = logging.getLogger(__name__)
 
 
 def linear(
@@ -70,7 +68,7 @@ def linear(
                 out=out,
                 execution=execution,
             )
-        _say_once(f"products of {name!r} are made in {dtype.name}: {objection}")
+        warned.once(f"products of {name!r} are made in {dtype.name}: {objection}")
     if execution.is_gathered:
         return shd.einsum(subscripts, x, stored, out=out)
     if wide != dtype:
@@ -202,11 +200,6 @@ def _part_of(shape, spec: P) -> list[int]:
     ]
 
 
-@functools.cache
-def _say_once(message: str) -> None:
-    log.warning("%s", message)
-
-
 def _in_8_bits(
     subscripts: str,
     x,
@@ -261,7 +254,7 @@ def _in_8_bits(
         part = tuple(_part_of(grad.shape, specs.y))
         if objection := fp8.rounding_objection(part, split, recipe=how.recipe, **device):
             if execution.platform != "cpu":
-                _say_once(f"XLA rounds what comes backwards, in more than one read: {objection}")
+                warned.once(f"XLA rounds what comes backwards, in more than one read: {objection}")
             return grad, grad
 
         def on_device(part):

@@ -18,8 +18,6 @@ The arithmetic is in `kernels/adamw8bit.py`, with a program that makes an update
 """
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,12 +28,11 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxscale import sharding as shd
+from jaxscale import warned
 from jaxscale.config import number
 from jaxscale.kernels import adamw8bit as kernel
 from jaxscale.kernels.adamw8bit import Moments, Numbers, Settings
 from jaxscale.optim import adamw
-
-log = logging.getLogger(__name__)
 
 # The axis along which blocks are.
 MODEL = "embed"
@@ -91,7 +88,7 @@ class Config(adamw.Config):
         if reason and platform == "cpu":
             return None
         if reason:
-            _say_once(f"XLA updates moments of 8 bits, in more than one pass: {reason}")
+            warned.once(f"XLA updates moments of 8 bits, in more than one pass: {reason}")
             return None
         clip, adam, decay, scheduled = state
         count = optax.safe_increment(adam.count)
@@ -137,7 +134,7 @@ class Config(adamw.Config):
         if axis is None:
             return kernel.reference(p, gradient, old=old, numbers=numbers, settings=settings)
         if reason := _objection(p, gradient, old=old, axis=axis, spec=spec, shard=shard):
-            _say_once(f"XLA updates {list(p.shape)} in 8 bits, in more than one pass: {reason}")
+            warned.once(f"XLA updates {list(p.shape)} in 8 bits, in more than one pass: {reason}")
             return kernel.reference(p, gradient, old=old, numbers=numbers, settings=settings)
         behind = int(np.prod(p.shape[axis + 1 :]))
 
@@ -277,8 +274,3 @@ def _split(entry) -> tuple[str, ...]:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    log.warning("%s", message)

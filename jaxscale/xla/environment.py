@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxscale import warned
 from jaxscale.xla import jaxlib
 
 # The share of a GPU's memory that JAX takes.
@@ -204,7 +205,7 @@ def _without_unknown(flags: str) -> str:
             raise ValueError(f"XLA_FLAGS: {word!r} begins with one dash; write two")
     for name in re.findall(r"(?<!\S)--(\w+)", unknown[1]) if unknown else ():
         flags = re.sub(rf"""(?<!\S)--{name}(=("[^"]*"|'[^']*'|\S*))?(?!\S)""", "", flags)
-        jaxlib.say_once(
+        warned.once(
             f"XLA_FLAGS: {jaxlib.installed()} has no --{name}=...; it is ignored{jaxlib.hint(name)}"
         )
     return flags.strip()

@@ -2,14 +2,13 @@
 
 import difflib
 import functools
-import logging
 import mmap
 import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger(__name__)
+from jaxscale import warned
 
 # The same setting in jaxlib 0.10.2 and in 0.11.2.
 _RENAMED = tuple(
@@ -50,11 +49,11 @@ def as_installed(name: str, value: Any) -> dict[str, Any]:
         if said is None:
             if spelling != (name, value):
                 new_name, new_value = spelling
-                say_once(
+                warned.once(
                     f"compiler option {name}={value} is {new_name}={new_value} in {installed()}"
                 )
             return dict([spelling])
-    say_once(
+    warned.once(
         f"compiler option {name}: {installed()} has none of this name; it is ignored{hint(name)}"
     )
     return {}
@@ -133,9 +132,3 @@ def known_names() -> frozenset[str]:
         start = content.find(b"\n\x0dxla/xla.proto")
         description = content[start : start + 400_000] if start >= 0 else b""
     return frozenset(name.decode() for name in re.findall(rb"\n.(xla_\w+)\x18", description))
-
-
-@functools.cache
-def say_once(line: str) -> None:
-    """Logs a warning; not again in this process, where a plan may be made more than once."""
-    log.warning("%s", line)

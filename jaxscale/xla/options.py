@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxscale import warned
 from jaxscale.xla import environment, jaxlib, targets
 
 
@@ -217,7 +218,7 @@ def _derived(
             known |= jaxlib.as_installed(option.name, value)
         # Not the user's mistake: this jaxlib is another than the one it was measured with.
         except ValueError as error:
-            jaxlib.say_once(f"compiler option {option.name}={value} is left out: {error}")
+            warned.once(f"compiler option {option.name}={value} is left out: {error}")
     return known
 
 
@@ -236,7 +237,7 @@ def _users(texts: tuple[str, ...], platform: str) -> dict[str, Any]:
                 "or leave the option out"
             ) from None
         if option and not _is_for(name, platform):
-            jaxlib.say_once(
+            warned.once(
                 f"config.xla_options={text!r} has no effect on {platform.upper()}s and is ignored"
             )
         else:

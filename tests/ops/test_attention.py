@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxscale import warned
 from jaxscale.config import Attention
 from jaxscale.kernels import cudnn_attention, flash_attention, hopper, xla_attention
-from jaxscale.ops.attention import _say_once, attention
+from jaxscale.ops.attention import attention
 from jaxscale.ops.attention import choose as choose_kernel
 from jaxscale.ops.documents import documents_of
 from jaxscale.ops.execution import Execution
@@ -72,7 +73,7 @@ def test_a_gpu_before_hopper_is_told_why_it_gets_no_cudnn():
 
 
 def test_a_short_sequence_that_runs_as_xla_on_a_gpu_says_so_once(caplog):
-    _say_once.cache_clear()
+    warned.once.cache_clear()
     for _ in range(2):
         choose(Attention.AUTO, *shapes(seq=256, size=60), platform="gpu")
     (record,) = caplog.records

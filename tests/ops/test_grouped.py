@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import sharding as shd
+from jaxscale import warned
 from jaxscale.config import Float8, PrecisionConfig, Recipe
-from jaxscale.ops import grouped
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.fp8 import fp8_of
 from jaxscale.ops.grouped import grouped_product
@@ -229,7 +229,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("message", OTHERWISE)
 def test_what_is_not_made_in_8_bits_is_said(message, caplog):
-    grouped._say_once.cache_clear()
+    warned.once.cache_clear()
     arrays = operands_in_8_bits(1)
     with caplog.at_level(logging.WARNING):
         in_8_bits(*arrays, execution=recipe(**OTHERWISE[message]))

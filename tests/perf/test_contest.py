@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale import warned
 from jaxscale.perf import contest
 from jaxscale.perf.variants import read_variants, with_pairs
-from jaxscale.xla.jaxlib import say_once
 from tests.perf.scripts import Script
 
 # How ml_collections loads a config file.
@@ -169,7 +169,7 @@ def workdir(tmp_path_factory):
 def held(script, config_file, workdir, remembered):
     """The contest on two devices: they compile in half the time of eight."""
     output, errors = io.StringIO(), io.StringIO()
-    say_once.cache_clear()
+    warned.once.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contest, "compile_one", remembered.compile_one)
         patch.setattr(contest, "init_state", remembered.init_state)

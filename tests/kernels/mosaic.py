@@ -72,20 +72,23 @@ def _store_accumulator(accumulator, value):
     part_of_jax("state.primitives").swap_p.bind(accumulator, value, tree=tree)
 
 
+def _call(program, function, eqn, token, **operands):
+    return part_of_jax("callback").io_callback(
+        functools.partial(function, source_info=eqn.source_info),
+        callbacks().TOKEN_SHAPE_DTYPE,
+        token=token,
+        mesh_location=program.mesh_location,
+        thread=program.thread,
+        **operands,
+    )
+
+
 def _interpret_swap(in_memory, self, eqn, token, get_invals):
     core = part_of_jax("pallas.mosaic_gpu.core")
     if not isinstance(eqn.invars[0].aval, core.WGMMAAbstractAccumulatorRef):
         return in_memory(self, eqn, token, get_invals)
     accumulator, values = get_invals()
-    token = part_of_jax("callback").io_callback(
-        functools.partial(_store, source_info=eqn.source_info),
-        callbacks().TOKEN_SHAPE_DTYPE,
-        token=token,
-        mesh_location=self.mesh_location,
-        thread=self.thread,
-        accumulator=accumulator,
-        values=values,
-    )
+    token = _call(self, _store, eqn, token, accumulator=accumulator, values=values)
     return token, [values]
 
 
@@ -108,15 +111,8 @@ def _interpret_product(self, eqn, token, get_invals):
     places = [interpreter().resolve_ref(variable.aval, *place) for variable, *place in given]
     operands, transforms = zip(*places, strict=True)
     is_in_memory = hasattr(eqn.invars[1].aval, "inner_aval")
-    token = part_of_jax("callback").io_callback(
-        functools.partial(_multiply, is_in_memory=is_in_memory, source_info=eqn.source_info),
-        callbacks().TOKEN_SHAPE_DTYPE,
-        token=token,
-        mesh_location=self.mesh_location,
-        thread=self.thread,
-        operands=operands,
-        transforms=transforms,
-    )
+    multiply = functools.partial(_multiply, is_in_memory=is_in_memory)
+    token = _call(self, multiply, eqn, token, operands=operands, transforms=transforms)
     return token, []
 
 

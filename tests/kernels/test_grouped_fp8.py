@@ -2,28 +2,15 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxscale.kernels import grouped_fp8 as kernel
-from jaxscale.kernels import grouped_programs, hopper
 from jaxscale.kernels.grouped_programs import Tiles
+from tests.kernels.grouped import GROUPS, check_refused, make_few_programs, needs_kernel
 from tests.kernels.mosaic import IS_GPU, interpreted
 
-needs_kernel = pytest.mark.skipif(
-    jax.__version_info__ < hopper.JAX, reason="jax has no interpreter of Mosaic GPU for it"
-)
-# Rows, and groups' sizes: tiles are of 128 rows, 64 a warpgroup, and begin at multiples of 8.
-GROUPS: dict[str, tuple[int, list[int]]] = {
-    "whole tiles": (256, [128, 128]),
-    "end inside of tiles": (256, [100, 27, 129]),
-    "one-row groups": (64, [1] * 9 + [55]),
-    "empty ones": (136, [0, 9, 0, 0, 127, 0]),
-    "rows of no group": (264, [70, 0, 30]),
-    "nothing": (64, [0, 0]),
-}
 SHAPE = (256, 128)  # K, N
 # Of the largest value. The tensor cores keep few bits of a sum of 128; bfloat16 rounds once.
 ATOL = {"float32": 2**-11 if IS_GPU else 1e-6, "bfloat16": 2**-8}
@@ -31,9 +18,7 @@ ATOL = {"float32": 2**-11 if IS_GPU else 1e-6, "bfloat16": 2**-8}
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """So that each makes several tiles."""
-    if not IS_GPU:
-        monkeypatch.setattr(grouped_programs, "PROGRAMS", 2)
+    make_few_programs(monkeypatch)
 
 
 def operands(name: str, *, shape=SHAPE, dtype: Any = jnp.float8_e4m3fn):
@@ -140,12 +125,4 @@ def test_what_it_cannot_run_is_told(reason):
         x=(jnp.float8_e5m2, 64, 128),
         w=(jnp.float8_e4m3fn, 2, 128, 128),
     )
-    assert supported(case) is None
-    found = supported(case | REFUSED[reason])
-    assert found is not None and reason in found
-
-
-def supported(case: dict[str, Any]) -> str | None:
-    x, w = (jax.ShapeDtypeStruct(shape, dtype) for dtype, *shape in (case["x"], case["w"]))
-    where = {name: case[name] for name in ("platform", "compute_capability")}
-    return kernel.supported(x, w, **where)
+    check_refused(kernel, case, change=REFUSED[reason], reason=reason)

@@ -8,24 +8,12 @@ import numpy as np
 import pytest
 
 from jaxscale.kernels import grouped_matmul as kernel
-from jaxscale.kernels import grouped_programs, hopper
+from jaxscale.kernels import grouped_programs
 from jaxscale.kernels.grouped_programs import Tiles
 from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, visits_of
+from tests.kernels.grouped import GROUPS, check_refused, make_few_programs, needs_kernel
 from tests.kernels.mosaic import IS_GPU, interpreted
 
-needs_kernel = pytest.mark.skipif(
-    jax.__version_info__ < hopper.JAX, reason="jax has no interpreter of Mosaic GPU for it"
-)
-# Rows, and groups' sizes: tiles are of 128 rows, 64 a warpgroup, and begin at multiples of 8.
-GROUPS: dict[str, tuple[int, list[int]]] = {
-    "whole tiles": (256, [128, 128]),
-    "all in one": (256, [0, 256, 0]),
-    "end inside of tiles": (256, [100, 27, 129]),
-    "one-token groups": (64, [1] * 9 + [55]),
-    "empty ones": (136, [0, 9, 0, 0, 127, 0]),
-    "rows of no group": (264, [70, 0, 30]),
-    "nothing": (64, [0, 0]),
-}
 SHAPE = (128, 192)  # K, N
 # Tolerances of the largest value: bfloat16 rounds once, float32 sums in some order.
 ATOL = {"bfloat16": 2**-8, "float32": 1e-5}
@@ -33,9 +21,7 @@ ATOL = {"bfloat16": 2**-8, "float32": 1e-5}
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """So that each makes several tiles."""
-    if not IS_GPU:
-        monkeypatch.setattr(grouped_programs, "PROGRAMS", 2)
+    make_few_programs(monkeypatch)
 
 
 def operands(name: str, *, shape=SHAPE, dtype=jnp.bfloat16):
@@ -201,15 +187,7 @@ def test_what_it_cannot_run_is_told(reason):
         x=(jnp.bfloat16, 64, 64),
         w=(jnp.bfloat16, 2, 64, 64),
     )
-    assert supported(case) is None
-    found = supported(case | REFUSED[reason])
-    assert found is not None and reason in found
-
-
-def supported(case: dict[str, Any]) -> str | None:
-    x, w = (jax.ShapeDtypeStruct(shape, dtype) for dtype, *shape in (case["x"], case["w"]))
-    where = {name: case[name] for name in ("platform", "compute_capability")}
-    return kernel.supported(x, w, **where)
+    check_refused(kernel, case, change=REFUSED[reason], reason=reason)
 
 
 MISTAKES: dict[str, dict[str, tuple]] = {

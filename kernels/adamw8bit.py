@@ -7,7 +7,6 @@ once, in place, and moves the parameter too. Its numbers are those of `reference
 The arithmetic is made for that: few divisions, and for a code's own sake no root but one.
 """
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+
+from jaxscale.kernels import triton_calls
 
 MOST_M, MOST_V = 127, 255
 # Of v from TINY on. Then the least m is no more of its block's largest than the least root of v is,
@@ -76,12 +77,9 @@ class Settings(NamedTuple):
 
 def device_supported(platform: str, compute_capability: str) -> str | None:
     """None if the program runs on this platform ("gpu"), else the reason."""
-    if platform not in ("gpu", "cuda"):
-        return f"it needs an NVIDIA GPU, not {platform}"
-    if float(compute_capability) < 8.0:
-        return f"it needs compute capability 8.0 or more, not {compute_capability}"
-    missing = [name for name in ("jax_triton", "triton") if not importlib.util.find_spec(name)]
-    return f"it needs {' and '.join(missing)}" if missing else None
+    return triton_calls.objection(
+        platform=platform, compute_capability=compute_capability, least=8.0
+    )
 
 
 def supported(p, gradient, *, old: Moments) -> str | None:
@@ -171,19 +169,8 @@ def update(
         STILL_M=_still(settings.b1, power=2),
         STILL_V=_still(settings.b2, power=4),
     )
-    p, *moments = _as_varying(p, made)
+    p, *moments = triton_calls.as_varying(p, made)
     return p, Moments(*moments)
-
-
-def _as_varying(x, results):
-    """jax-triton does not tell over which mesh axes a result varies: as x does."""
-    wanted = jax.typeof(x).manual_axis_type.varying
-
-    def varying(y):
-        axes = tuple(wanted - jax.typeof(y).manual_axis_type.varying)
-        return lax.pcast(y, axes, to="varying") if axes else y
-
-    return [varying(y) for y in results]
 
 
 # In plain jnp.

@@ -9,11 +9,12 @@ D model, F mlp, K key heads, G query heads a key head, N = K * G, M = G + 2, H h
 that can be kept.
 """
 
-import importlib.util
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from jaxscale.kernels import triton_calls
 
 # Kept tokens are read in parts side by side: of so many, in at most as many parts.
 PART, MOST_PARTS = 128, 16
@@ -57,8 +58,7 @@ def supported(
         return f"it has head sizes 32, 64, 128 and 256, not {head_size}"
     if num_kv_heads > _num_programs(num_cores):
         return f"it takes at most {_num_programs(num_cores)} key heads, not {num_kv_heads}"
-    missing = [name for name in ("jax_triton", "triton") if not importlib.util.find_spec(name)]
-    return f"it needs {' and '.join(missing)}" if missing else None
+    return triton_calls.missing()
 
 
 def layer(

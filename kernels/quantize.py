@@ -7,13 +7,13 @@ values and twice to round it; the program in `quantize_triton.py` reads it once.
 Scales are powers of two (`scale_of`, which `ops/fp8.py` takes too). M rows, K columns.
 """
 
-import importlib.util
 import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from jaxscale.kernels import triton_calls
 
 # Values along what is summed that have one scale; rows and columns of a program's tile.
 BLOCK = TILE = 128
@@ -42,19 +42,21 @@ def exponent_of(amax, dtype):
     """Of that power of two, int32."""
     # amax = mantissa * 2**exponent, and so is the most that dtype holds (448 or 57344).
     mantissa, exponent = jnp.frexp(amax)
-    most_mantissa, most_exponent = math.frexp(float(jnp.finfo(dtype).max))
+    most_mantissa, most_exponent = most_of(dtype)
     exponent = exponent - most_exponent + (mantissa > most_mantissa).astype(jnp.int32)
     return jnp.clip(exponent, LEAST_EXPONENT, MOST_EXPONENT)
 
 
+def most_of(dtype) -> tuple[float, int]:
+    """Mantissa and exponent of the most that dtype holds."""
+    return math.frexp(float(jnp.finfo(dtype).max))
+
+
 def device_supported(platform: str, compute_capability: str) -> str | None:
     """None if the programs run on this platform ("gpu"), else the reason."""
-    if platform not in ("gpu", "cuda"):
-        return f"it needs an NVIDIA GPU, not {platform}"
-    if float(compute_capability) < 8.9:
-        return f"it needs compute capability 8.9 or more, not {compute_capability}"
-    missing = [name for name in ("jax_triton", "triton") if not importlib.util.find_spec(name)]
-    return f"it needs {' and '.join(missing)}" if missing else None
+    return triton_calls.objection(
+        platform=platform, compute_capability=compute_capability, least=8.9
+    )
 
 
 def supported(
@@ -129,7 +131,7 @@ def quantize(
             **shared,
             **({} if is_straight else dict(straight_ptr=None)),
         )
-        found = dict(zip(order, as_varying(x_MK, values), strict=True))
+        found = dict(zip(order, triton_calls.as_varying(x_MK, values), strict=True))
         return [(found[way], scale) for way in ways]
     order = [way for way in WAYS if way in ways]
     out = jax_triton.triton_call(
@@ -145,21 +147,10 @@ def quantize(
             )
         ],
         **shared,
-        MOST_EXPONENT=math.frexp(float(jnp.finfo(dtype).max))[1],
+        MOST_EXPONENT=most_of(dtype)[1],
         IS_TURNED=TURNED in ways,
         **({} if len(order) == 2 else dict(second_ptr=None, second_scale_ptr=None)),
     )
-    out = as_varying(x_MK, out)
+    out = triton_calls.as_varying(x_MK, out)
     pairs = {way: (out[2 * i], out[2 * i + 1].T) for i, way in enumerate(order)}
     return [pairs[way] for way in ways]
-
-
-def as_varying(x, results):
-    """jax-triton does not tell over which mesh axes a result varies: as x does."""
-    wanted = jax.typeof(x).manual_axis_type.varying
-
-    def varying(y):
-        axes = tuple(wanted - jax.typeof(y).manual_axis_type.varying)
-        return lax.pcast(y, axes, to="varying") if axes else y
-
-    return [varying(y) for y in results]

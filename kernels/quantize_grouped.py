@@ -7,13 +7,12 @@ programs are in `quantize_triton.py`, scales are `quantize.scale_of`.
 T rows, E groups, K rows and N columns of a matrix.
 """
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxscale.kernels import quantize
+from jaxscale.kernels import quantize, triton_calls
 from jaxscale.kernels.quantize import TILE, TOGETHER, WARPS
 
 # Values of a program that rounds rows: 64 a thread.
@@ -82,11 +81,11 @@ def quantize_matrices(w_EKN, dtype, *, compute_capability: str):
         TOGETHER=TOGETHER,
         IS_STRAIGHT=True,
     )
-    turned_ENK, values_EKN = quantize.as_varying(w_EKN, out)
+    turned_ENK, values_EKN = triton_calls.as_varying(w_EKN, out)
     return values_EKN, turned_ENK, scale_E
 
 
-def quantize_rows(x_TK, dtype, *, compute_capability: str, values: int = VALUES):
+def quantize_rows(x_TK, dtype, *, compute_capability: str):
     """(values [T, K], float32 scales [T]), of which values * scale is x."""
     import jax_triton
 
@@ -94,14 +93,14 @@ def quantize_rows(x_TK, dtype, *, compute_capability: str, values: int = VALUES)
 
     num_rows, size = x_TK.shape
     width = 1 << max(size - 1, 0).bit_length()
-    rows = max(values // width, 1)
+    rows = max(VALUES // width, 1)
     settings: dict[str, Any] = dict(
         grid=(-(-num_rows // rows),),
         num_warps=max(4, rows * width // VALUES * 4),
         compute_capability=round(10 * float(compute_capability)),
         M=num_rows,
         K=size,
-        MOST_EXPONENT=_most_exponent(dtype),
+        MOST_EXPONENT=quantize.most_of(dtype)[1],
         ROWS=rows,
         WIDTH=width,
     )
@@ -115,8 +114,4 @@ def quantize_rows(x_TK, dtype, *, compute_capability: str, values: int = VALUES)
         ],
         **settings,
     )
-    return tuple(quantize.as_varying(x_TK, out))
-
-
-def _most_exponent(dtype) -> int:
-    return math.frexp(float(jnp.finfo(dtype).max))[1]
+    return tuple(triton_calls.as_varying(x_TK, out))

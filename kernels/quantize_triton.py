@@ -183,30 +183,6 @@ def quantize_blocks(
 
 
 @triton.jit
-def _store_cast(
-    x0,
-    x1,
-    x2,
-    x3,
-    inverse,
-    turned_ptr,
-    straight_ptr,
-    row,
-    column,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    IS_STRAIGHT: tl.constexpr,
-):
-    """The tile times one number, rounded, turned over and as it is."""
-    if IS_STRAIGHT:
-        _store(x0 * inverse, straight_ptr, row, column, 0, M, K)
-        _store(x1 * inverse, straight_ptr, row, column, 1, M, K)
-        _store(x2 * inverse, straight_ptr, row, column, 2, M, K)
-        _store(x3 * inverse, straight_ptr, row, column, 3, M, K)
-    _store_turned(x0, x1, x2, x3, inverse, turned_ptr, row, column, M, K)
-
-
-@triton.jit
 def quantize_cast(
     x_ptr,  # [E, M, K]
     inverse_ptr,  # float32 [E]: 1 / scale
@@ -222,11 +198,15 @@ def quantize_cast(
     row, column = _place(tl.program_id(0) % _num_tiles(M, K), M, K, TOGETHER)
     inverse, offset = tl.load(inverse_ptr + matrix), matrix.to(tl.int64) * M * K
     x_ptr, turned_ptr = x_ptr + offset, turned_ptr + offset
-    if IS_STRAIGHT:
-        straight_ptr = straight_ptr + offset
     x0, x1 = _quarter(x_ptr, row, column, 0, M, K), _quarter(x_ptr, row, column, 1, M, K)
     x2, x3 = _quarter(x_ptr, row, column, 2, M, K), _quarter(x_ptr, row, column, 3, M, K)
-    _store_cast(x0, x1, x2, x3, inverse, turned_ptr, straight_ptr, row, column, M, K, IS_STRAIGHT)
+    if IS_STRAIGHT:
+        straight_ptr = straight_ptr + offset
+        _store(x0 * inverse, straight_ptr, row, column, 0, M, K)
+        _store(x1 * inverse, straight_ptr, row, column, 1, M, K)
+        _store(x2 * inverse, straight_ptr, row, column, 2, M, K)
+        _store(x3 * inverse, straight_ptr, row, column, 3, M, K)
+    _store_turned(x0, x1, x2, x3, inverse, turned_ptr, row, column, M, K)
 
 
 @triton.jit

@@ -37,9 +37,10 @@ from jaxscale.train.recorder import Recorder
 
 def _step(self, step, metrics, *, state, original=Recorder.step):
     fault, process, at = os.environ.get("JAXSCALE_BREAK", "none:0:0").split(":")
-    size = 2**30 if jax.default_backend() == "gpu" else 2**50
+    is_gpu = jax.default_backend() == "gpu"
+    size = 2**30 if is_gpu else 2**50
     # On GPUs a process that compiles alone waits for what the others have timed, for good.
-    if fault == "memory" and step == 1 and size == 2**30:
+    if fault == "memory" and step == 1 and is_gpu:
         jnp.zeros(size, jnp.int8)
     if step == int(at) and os.environ["JAXSCALE_PROCESS_ID"] == process:
         print("broken now", flush=True)

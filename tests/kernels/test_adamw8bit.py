@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxscale.kernels import adamw8bit as kernel
+from jaxscale.kernels import triton_calls
 from jaxscale.kernels.adamw8bit import Moments, Numbers, Settings
 from tests.kernels import interpreted
 
@@ -157,9 +158,9 @@ def test_what_it_cannot_take_is_told(reason):
 
 
 def test_where_it_cannot_run_it_says_so(monkeypatch):
-    monkeypatch.setattr(kernel.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(triton_calls.importlib.util, "find_spec", lambda name: name)
     assert kernel.device_supported("gpu", "9.0") is None
     assert "not cpu" in str(kernel.device_supported("cpu", "0"))
     assert "8.0 or more, not 7.5" in str(kernel.device_supported("gpu", "7.5"))
-    monkeypatch.setattr(kernel.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(triton_calls.importlib.util, "find_spec", lambda _: None)
     assert kernel.device_supported("gpu", "9.0") == "it needs jax_triton and triton"

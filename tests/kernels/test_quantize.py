@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxscale.kernels import quantize as kernel
+from jaxscale.kernels import triton_calls
 from jaxscale.kernels.quantize import BLOCK, STRAIGHT, TURNED, WAYS
 from jaxscale.ops import fp8
 from tests.kernels import interpreted
@@ -117,7 +118,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_it_cannot_run_is_told(reason, monkeypatch):
-    monkeypatch.setattr(kernel.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(triton_calls.importlib.util, "find_spec", lambda name: name)
     case: dict[str, Any] = dict(platform="gpu", compute_capability="9.0", shape=(128, 256))
     case |= REFUSED[reason]
     x = jax.ShapeDtypeStruct(case.pop("shape"), jnp.bfloat16)
@@ -126,7 +127,7 @@ def test_what_it_cannot_run_is_told(reason, monkeypatch):
 
 
 def test_without_jax_triton_it_says_so(monkeypatch):
-    monkeypatch.setattr(kernel.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(triton_calls.importlib.util, "find_spec", lambda _: None)
     x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
     found = kernel.supported(x, platform="gpu", compute_capability="9.0")
     assert found == "it needs jax_triton and triton"

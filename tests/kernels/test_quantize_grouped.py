@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.kernels import quantize
 from jaxscale.kernels import quantize_grouped as kernel
+from jaxscale.kernels import triton_calls
 from jaxscale.ops import fp8
 from tests.kernels import interpreted
 
@@ -92,7 +92,7 @@ def test_the_references_are_what_products_are_made_of(dtype):
 
 
 def test_what_it_cannot_run_is_told(monkeypatch):
-    monkeypatch.setattr(quantize.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(triton_calls.importlib.util, "find_spec", lambda name: name)
     gpu = dict(platform="gpu", compute_capability="9.0")
 
     def array(*shape):

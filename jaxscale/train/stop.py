@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # What an orderly end may take before training, such as removing temporary files.
 ORDERLY_SECONDS = 3.0
+# Signals that came before training and have not ended the process yet.
+_come: list[int] = []
 
 
 def code_of(signum: int) -> int:
@@ -78,10 +80,11 @@ def _end(reading: int) -> None:
 
 
 def _at_once(signum, frame):
-    pass
+    _come.append(signum)
 
 
 def _in_order(signum, frame):
+    _come.append(signum)
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(code_of(signum))
@@ -107,10 +110,16 @@ class Interrupts:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Interrupts]:
-    """Notes the signals instead. A SIGINT after that ends the process at once."""
+    """Notes the signals instead. A SIGINT after that ends the process at once.
+
+    One that came shortly before is noted too: what `end_in_order` raised may have been swallowed,
+    and its thread leaves the process alone once it trains. (Seen: 10,000 steps after a Ctrl-C.)
+    """
     noted = Interrupts()
     previous = {signum: signal.signal(signum, noted.note) for signum in SIGNALS}
     try:
+        while _come:
+            noted.note(_come.pop(), None)
         yield noted
     finally:
         for signum, handler in previous.items():

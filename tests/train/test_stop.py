@@ -83,6 +83,32 @@ def test_no_code_holds_the_end_up(spawn, sigint_by_default, hold, phase):
     assert process.wait(PATIENCE) == EXIT_AGAIN
 
 
+SWALLOWED = """
+import time
+from jaxscale.train import stop
+stop.end_at_once()
+stop.end_in_order()
+try:
+    print("ready", flush=True)
+    time.sleep(600)
+except BaseException:
+    pass
+with stop.interrupts() as noted:
+    time.sleep(stop.ORDERLY_SECONDS + 1)  # its thread has seen that the process trains
+    raise SystemExit(noted.code)
+"""
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, EXIT_AGAIN)])
+def test_a_signal_swallowed_before_training_is_noted_by_training(
+    spawn, sigint_by_default, signum, code
+):
+    process = spawn([sys.executable, "-c", SWALLOWED], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signum)
+    assert process.wait(PATIENCE) == code
+
+
 ORDERLY = """
 import atexit, sys, threading, time
 from jaxscale.train import stop

@@ -1,7 +1,8 @@
 """Products of groups of rows, each with a matrix of its own: dropless experts, on Hopper.
 
 Rows stand sorted by group, groups are of any size, and nothing is padded to a capacity. The tables
-are made in `grouped_visits.py`, the programs are in `grouped_programs.py`.
+are made in `grouped_visits.py`, the programs are in `grouped_programs.py` and
+`grouped_gradient.py`.
 
 T rows (tokens), E groups (experts), K rows and N columns of a matrix.
 """
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.kernels import hopper
-from jaxscale.kernels.grouped_programs import BLOCK, multiply, weight_gradient
+from jaxscale.kernels.grouped_gradient import weight_gradient
+from jaxscale.kernels.grouped_programs import BLOCK, multiply
 from jaxscale.kernels.grouped_visits import ALIGNED
 
 

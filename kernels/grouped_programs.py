@@ -1,4 +1,6 @@
-"""The programs of grouped products (Pallas Mosaic GPU, for Hopper); in 8 bits: `grouped_fp8.py`.
+"""The programs of grouped products (Pallas Mosaic GPU, for Hopper).
+
+Those of 8 bits are in `grouped_fp8.py`, the matrices' gradient is in `grouped_gradient.py`.
 
 Two warpgroups compute, 64 lines of a tile of the result each, and a third copies. A program makes
 many tiles, and the operands of the next are copied while one is stored. Rows go by
@@ -9,6 +11,7 @@ T rows (tokens), E groups (experts), K rows and N columns of a matrix.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels import hopper
-from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, ends_of, visits_of
+from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, visits_of
 from jaxscale.kernels.hopper import WARPGROUPS, run
 
-TILE_K = TILE_T  # of the weights' gradient: columns of x
 LANES = 128  # bytes of a line of a tile of an operand
 BLOCK = LANES // 2  # of what is summed, in one tile of bfloat16
 # As many as a card has multiprocessors: each makes one tile of the result after the other, and its
@@ -81,51 +83,30 @@ def launch(program, operands, *, tiles: Tiles, columns: int, out_dtype, is_trans
     def grouped_matmul(*refs, **scratch):
         run(program(*refs, **scratch, tiles=tiles, programs=programs))
 
-    kernel = plgpu.kernel(
+    kernel = kernel_of(
         grouped_matmul,
-        out_type=jax.ShapeDtypeStruct((len(x), columns), out_dtype),
-        scratch_types=_scratch(tiles, ((TILE_T, block), w_tile), like=(x, w), out_dtype=out_dtype),
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
+        jax.ShapeDtypeStruct((len(x), columns), out_dtype),
+        scratch=scratch_of(tiles, ((TILE_T, block), w_tile), like=(x, w), out_dtype=out_dtype),
+        programs=programs,
     )
     # The barrier as in `flash_forward`: in a scan XLA would run the kernel twice.
     return hopper.varying(lax.optimization_barrier(kernel(*operands)), *operands)
 
 
-def weight_gradient(x_TK, grad_TN, *, group_sizes_E, out_dtype, tiles: Tiles | None = None):
-    """The sum over each group's rows of x^T grad: [E, K, N] of `out_dtype`, bfloat16 or float32.
-
-    Rows behind the last group may hold anything. What is not finite in a group's rows spoils its
-    own matrix, and perhaps those of the two beside it.
-    """
-    size, columns = x_TK.shape[1], grad_TN.shape[1]
-    tiles = tiles or tiles_for(columns)
-    num_groups = len(group_sizes_E)
-    programs = min(PROGRAMS, num_groups * -(-size // TILE_K) * -(-columns // tiles.columns))
-
-    def grouped_weight_gradient(*refs, **scratch):
-        run(_WeightGradient(*refs, **scratch, tiles=tiles, programs=programs))
-
-    operands = (BLOCK, TILE_K), (BLOCK, tiles.columns)
-    kernel = plgpu.kernel(
-        grouped_weight_gradient,
-        out_type=jax.ShapeDtypeStruct((num_groups, size, columns), out_dtype),
-        scratch_types=dict(
-            **_scratch(tiles, operands, like=(x_TK, grad_TN), out_dtype=out_dtype),
-            masked=plgpu.Barrier(num_arrivals=WARPGROUPS),
-        ),
+def kernel_of(body: Callable, out_type, *, scratch: dict[str, Any], programs: int) -> Callable:
+    """The kernel of so many programs of two warpgroups that compute and one that copies."""
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
         grid=(programs,),
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
     )
-    ends_E = ends_of(group_sizes_E)
-    return hopper.varying(kernel(x_TK, grad_TN, ends_E), x_TK, grad_TN, ends_E)
 
 
-def _scratch(tiles: Tiles, operands, *, like, out_dtype) -> dict[str, Any]:
+def scratch_of(tiles: Tiles, operands, *, like, out_dtype) -> dict[str, Any]:
     """Shared memory and barriers of the kernels; operands: the shapes of a tile of each."""
     lanes = LANES // jnp.dtype(out_dtype).itemsize
 
@@ -152,7 +133,7 @@ def _by_row(lanes: int):
     return plgpu.TilingTransform((1, lanes)), plgpu.SwizzleTransform(128)
 
 
-class _Work(NamedTuple):
+class Work(NamedTuple):
     """One tile of the result, for the warpgroup that asks.
 
     first: the first row of x; begin, end: the rows that count. line, column: the first of the
@@ -175,7 +156,7 @@ def own_lines():
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Program:
+class Program:
     """Makes tiles of the result, one after the other; their operands are copied ahead of them."""
 
     lhs_tiles: Any
@@ -193,7 +174,7 @@ class _Program:
         """What memory tells of tile i of the result."""
         raise NotImplementedError
 
-    def work(self, i, entries) -> _Work:
+    def work(self, i, entries) -> Work:
         raise NotImplementedError
 
     def sources(self, work, i) -> tuple[Any, Any]:
@@ -311,7 +292,7 @@ class _Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class Product(_Program):
+class Product(Program):
     """The program of `multiply`. w: [E, K, N]; visits and counts: `Visits`."""
 
     x: Any
@@ -345,12 +326,12 @@ class Product(_Program):
         tile, _ = self.place(i)
         return tuple(self.visits[tile, i] for i in range(4))
 
-    def work(self, i, entries) -> _Work:
+    def work(self, i, entries) -> Work:
         (_, column), (group, first, begin, end) = self.place(i), entries
         first = pl.multiple_of(first, ALIGNED)
         own = first + own_lines().start
         has_product = group < self.w.shape[0]
-        return _Work(
+        return Work(
             group=group,
             first=first,
             begin=begin,
@@ -389,87 +370,3 @@ class Product(_Program):
 
     def target(self, lines, columns, *, work):
         return self.out.at[lines, columns]
-
-
-@dataclasses.dataclass(frozen=True)
-class _WeightGradient(_Program):
-    """The program of `weight_gradient`. ends: of groups, int32 [E]."""
-
-    x: Any
-    grad: Any
-    ends: Any
-    out: Any
-    _: dataclasses.KW_ONLY
-    masked: Any
-
-    @property
-    def num_columns(self) -> int:
-        return -(-self.out.shape[2] // self.tiles.columns)
-
-    @property
-    def num_in_group(self) -> int:
-        return -(-self.out.shape[1] // TILE_K) * self.num_columns
-
-    def num_tiles(self):
-        return self.out.shape[0] * self.num_in_group
-
-    def entries(self, i):
-        group = lax.div(i, self.num_in_group)
-        return self.ends[jnp.maximum(group - 1, 0)], self.ends[group]
-
-    def work(self, i, entries) -> _Work:
-        group, tile = lax.div(i, self.num_in_group), lax.rem(i, self.num_in_group)
-        before, end = (jnp.minimum(row, self.x.shape[0]) for row in entries)
-        begin = jnp.where(group > 0, before, 0)
-        first = pl.multiple_of(lax.div(begin, ALIGNED) * ALIGNED, ALIGNED)
-        return _Work(
-            group=group,
-            first=first,
-            begin=begin,
-            end=end,
-            column=lax.rem(tile, self.num_columns) * self.tiles.columns,
-            line=lax.div(tile, self.num_columns) * TILE_K,
-            stored=(0, 64),
-            num_blocks=jnp.where(end > begin, lax.div(end - first + BLOCK - 1, BLOCK), 0),
-        )
-
-    def sources(self, work, i):
-        rows = pl.ds(work.first + i * BLOCK, BLOCK)
-        columns = pl.ds(work.column, self.tiles.columns)
-        return self.x.at[rows, pl.ds(work.line, TILE_K)], self.grad.at[rows, columns]
-
-    def operands(self, slot):
-        x_tile = self.lhs_tiles.at[slot, :, own_lines()]
-        return x_tile.transpose((1, 0)), self.rhs_tiles.at[slot]
-
-    def mask(self, work, i, *, slot):
-        """Zeros for the rows of other groups: of x, and of the gradient behind the last group.
-
-        In a group's first tile and its last alone. Each warpgroup has its own columns of x; the
-        gradient's are shared, and are left alone where another group's rows are as finite.
-        """
-        row = work.first + i * BLOCK
-        rows = work.begin - row, work.end - row
-        mine = self.lhs_tiles.at[slot, :, own_lines()]
-        pl.when((rows[0] > 0) | (rows[1] < BLOCK))(lambda: _keep(mine, rows))
-
-        @pl.when(row + BLOCK > self.ends[self.ends.shape[0] - 1])
-        def mask_gradient():
-            for number in range(self.tiles.columns // BLOCK):
-                part = self.rhs_tiles.at[slot, :, pl.ds(number * BLOCK, BLOCK)]
-                is_mine = lax.axis_index("warpgroup") == number % WARPGROUPS
-                pl.when(is_mine)(functools.partial(_keep, part, rows))
-            plgpu.barrier_arrive(self.masked)
-            plgpu.barrier_wait(self.masked)
-
-    def target(self, lines, columns, *, work):
-        return self.out.at[work.group, lines, columns]
-
-
-def _keep(tile, rows) -> None:
-    """Zeros instead of all of a [64, 64] tile but the rows from rows[0] to rows[1]."""
-    values = hopper.load(tile, layout=plgpu.Layout.WGMMA)
-    row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
-    is_kept = (row >= rows[0]) & (row < rows[1])
-    tile[...] = jnp.where(is_kept, values, jnp.zeros_like(values))
-    plgpu.commit_smem()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxscale.kernels import grouped_fp8, grouped_matmul, grouped_programs
+from jaxscale.kernels import grouped_fp8, grouped_gradient, grouped_matmul, grouped_programs
 from jaxscale.ops import fp8
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.grouped import matrices_in_8_bits, multiply_8_bits, rows_in_8_bits
@@ -134,7 +134,7 @@ def _dgrad(x_TK, w_EKN, grad_TN, group_sizes_E):
 
 
 def _wgrad(x_TK, w_EKN, grad_TN, group_sizes_E):
-    return grouped_programs.weight_gradient(
+    return grouped_gradient.weight_gradient(
         x_TK, grad_TN, group_sizes_E=group_sizes_E, out_dtype=w_EKN.dtype
     )
 

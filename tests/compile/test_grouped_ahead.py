@@ -11,7 +11,14 @@ import pytest
 from jaxscale import sharding as shd
 from jaxscale.compile import ahead
 from jaxscale.config import PrecisionConfig, Recipe
-from jaxscale.kernels import grouped_fp8, grouped_programs, grouped_visits, hopper, quantize
+from jaxscale.kernels import (
+    grouped_fp8,
+    grouped_gradient,
+    grouped_programs,
+    grouped_visits,
+    hopper,
+    quantize,
+)
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.fp8 import fp8_of
 from jaxscale.ops.grouped import grouped_product
@@ -152,8 +159,8 @@ def test_nothing_is_spilled(columns, monkeypatch, capfd):
         return (
             grouped_programs.multiply(x_TK, w_EKN, is_transposed=False, **options),
             grouped_programs.multiply(grad_TN, w_EKN, is_transposed=True, **options),
-            grouped_programs.weight_gradient(x_TK, grad_TN, out_dtype=jnp.bfloat16, **options),
-            grouped_programs.weight_gradient(x_TK, grad_TN, out_dtype=jnp.float32, **options),
+            grouped_gradient.weight_gradient(x_TK, grad_TN, out_dtype=jnp.bfloat16, **options),
+            grouped_gradient.weight_gradient(x_TK, grad_TN, out_dtype=jnp.float32, **options),
         )
 
     jax.jit(products).lower(*arrays, sizes).compile(compiler_options=OPTIONS)

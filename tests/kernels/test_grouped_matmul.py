@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxscale.kernels import grouped_gradient, grouped_programs
 from jaxscale.kernels import grouped_matmul as kernel
-from jaxscale.kernels import grouped_programs
 from jaxscale.kernels.grouped_programs import Tiles
 from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, visits_of
 from tests.kernels.grouped import GROUPS, check_refused, make_few_programs, needs_kernel
@@ -107,7 +107,7 @@ def test_tiles_of_any_size_make_the_same(name):
         found = [
             grouped_programs.multiply(x_TK, w_EKN, is_transposed=False, **options),
             grouped_programs.multiply(grad_TN, w_EKN, is_transposed=True, **options),
-            grouped_programs.weight_gradient(x_TK, grad_TN, out_dtype=jnp.float32, **options),
+            grouped_gradient.weight_gradient(x_TK, grad_TN, out_dtype=jnp.float32, **options),
         ]
     assert_close(found, expected(x_TK, w_EKN, grad_TN, sizes_E))
 

@@ -9,6 +9,7 @@ Scales are powers of two (`scale_of`, which `ops/fp8.py` takes too). M rows, K c
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,37 +104,23 @@ def quantize(
     scale: one number, float32, for all of x; the scales are then this one, and `ways` has TURNED.
     Bits are those of `reference`. together, warps: how it is made, for trying out.
     """
+    if scale is not None:
+        made = cast(
+            x_MK,
+            1 / scale,
+            dtype,
+            compute_capability=compute_capability,
+            ways=ways,
+            together=together,
+            warps=warps,
+        )
+        return [(values, scale) for values in made]
     import jax_triton
 
     from jaxscale.kernels import quantize_triton
 
-    num_rows, size = x_MK.shape
-    is_straight = STRAIGHT in ways
-    shared = dict(
-        grid=(-(-num_rows // TILE) * -(-size // TILE),),
-        num_warps=warps,
-        # Given, it compiles where no GPU is.
-        compute_capability=round(10 * float(compute_capability)),
-        M=num_rows,
-        K=size,
-        TOGETHER=together,
-        IS_STRAIGHT=is_straight,
-    )
-    shapes = {STRAIGHT: (num_rows, size), TURNED: (size, num_rows)}
-    if scale is not None:
-        order = [way for way in (TURNED, STRAIGHT) if way in ways]
-        values = jax_triton.triton_call(
-            x_MK,
-            jnp.reshape(1 / scale, (1,)),
-            kernel=quantize_triton.quantize_cast,
-            name="quantize_cast",
-            out_shape=[jax.ShapeDtypeStruct(shapes[way], dtype) for way in order],
-            **shared,
-            **({} if is_straight else dict(straight_ptr=None)),
-        )
-        found = dict(zip(order, triton_calls.as_varying(x_MK, values), strict=True))
-        return [(found[way], scale) for way in ways]
     order = [way for way in WAYS if way in ways]
+    shapes = _shapes(x_MK.shape)
     out = jax_triton.triton_call(
         x_MK,
         kernel=quantize_triton.quantize_blocks,
@@ -146,7 +133,7 @@ def quantize(
                 jax.ShapeDtypeStruct((shapes[way][1] // BLOCK, shapes[way][0]), jnp.float32),
             )
         ],
-        **shared,
+        **_launch(x_MK.shape, compute_capability, ways=ways, together=together, warps=warps),
         MOST_EXPONENT=most_of(dtype)[1],
         IS_TURNED=TURNED in ways,
         **({} if len(order) == 2 else dict(second_ptr=None, second_scale_ptr=None)),
@@ -154,3 +141,59 @@ def quantize(
     out = triton_calls.as_varying(x_MK, out)
     pairs = {way: (out[2 * i], out[2 * i + 1].T) for i, way in enumerate(order)}
     return [pairs[way] for way in ways]
+
+
+def cast(
+    x,
+    factor,
+    dtype,
+    *,
+    compute_capability: str,
+    ways: Sequence[str] = WAYS,
+    together: int = TOGETHER,
+    warps: int = WARPS,
+) -> list[Any]:
+    """Matrices [..., M, K] times their factor, float32 [...], in 8 bits: for each of `ways`.
+
+    `ways` has TURNED: as they are XLA does it as well.
+    """
+    import jax_triton
+
+    from jaxscale.kernels import quantize_triton
+
+    order = [way for way in (TURNED, STRAIGHT) if way in ways]
+    shapes = _shapes(x.shape)
+    made = jax_triton.triton_call(
+        x,
+        jnp.reshape(factor, (-1,)),
+        kernel=quantize_triton.quantize_cast,
+        name="quantize_cast",
+        out_shape=[jax.ShapeDtypeStruct(shapes[way], dtype) for way in order],
+        **_launch(x.shape, compute_capability, ways=ways, together=together, warps=warps),
+        **({} if STRAIGHT in ways else dict(straight_ptr=None)),
+    )
+    found = dict(zip(order, triton_calls.as_varying(x, made), strict=True))
+    return [found[way] for way in ways]
+
+
+def _shapes(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """By way, of matrices [..., M, K]."""
+    *matrices, num_rows, size = shape
+    return {STRAIGHT: (*matrices, num_rows, size), TURNED: (*matrices, size, num_rows)}
+
+
+def _launch(
+    shape: Sequence[int], compute_capability: str, *, ways: Sequence[str], together: int, warps: int
+) -> dict[str, Any]:
+    """How matrices [..., M, K] are cut up, a program a tile."""
+    *matrices, num_rows, size = shape
+    return dict(
+        grid=(math.prod(matrices) * -(-num_rows // TILE) * -(-size // TILE),),
+        num_warps=warps,
+        # Given, it compiles where no GPU is.
+        compute_capability=round(10 * float(compute_capability)),
+        M=num_rows,
+        K=size,
+        TOGETHER=together,
+        IS_STRAIGHT=STRAIGHT in ways,
+    )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.kernels import quantize, triton_calls
-from jaxscale.kernels.quantize import TILE, TOGETHER, WARPS
+from jaxscale.kernels.quantize import TILE
 
 # Values of a program that rounds rows: 64 a thread.
 VALUES = 8192
@@ -57,32 +57,9 @@ def quantize_matrices(w_EKN, dtype, *, compute_capability: str):
 
     XLA finds largest values in one read; the second rounds both ways.
     """
-    import jax_triton
-
-    from jaxscale.kernels import quantize_triton
-
-    num, size, columns = w_EKN.shape
     scale_E = quantize.scale_of(jnp.max(jnp.abs(w_EKN), axis=(1, 2)).astype(jnp.float32), dtype)
-    out = jax_triton.triton_call(
-        w_EKN,
-        1 / scale_E,
-        kernel=quantize_triton.quantize_cast,
-        name="quantize_cast",
-        out_shape=[
-            jax.ShapeDtypeStruct((num, columns, size), dtype),
-            jax.ShapeDtypeStruct(w_EKN.shape, dtype),
-        ],
-        grid=(num * (size // TILE) * (columns // TILE),),
-        num_warps=WARPS,
-        # Given, it compiles where no GPU is.
-        compute_capability=round(10 * float(compute_capability)),
-        M=size,
-        K=columns,
-        TOGETHER=TOGETHER,
-        IS_STRAIGHT=True,
-    )
-    turned_ENK, values_EKN = triton_calls.as_varying(w_EKN, out)
-    return values_EKN, turned_ENK, scale_E
+    made = quantize.cast(w_EKN, 1 / scale_E, dtype, compute_capability=compute_capability)
+    return *made, scale_E
 
 
 def quantize_rows(x_TK, dtype, *, compute_capability: str):

@@ -4,30 +4,18 @@ import dataclasses
 import json
 import logging
 import shutil
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.checkpoint.checkpointer import Checkpointer
-from jaxscale.config import (
-    BadStepsConfig,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    Dtype,
-    EvalConfig,
-    LogConfig,
-    SampleConfig,
-)
+from jaxscale.config import BadStepsConfig, CheckpointConfig, Config
 from jaxscale.data.loader import open_dataset
-from jaxscale.models import llama
-from jaxscale.optim import adamw
-from jaxscale.schedules import cosine
 from jaxscale.step import update as step_update
 from jaxscale.train.bad_steps import BadStepError
 from jaxscale.train.loop import train
+from tests.train.small import config_of, leaves_saved, records, write_cats
 
 MARK = 7  # a byte that one document alone has
 
@@ -35,10 +23,8 @@ MARK = 7  # a byte that one document alone has
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """40 documents, of which one in batch 10 has the mark, once."""
-    folder = tmp_path_factory.mktemp("marked")
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(f"The cat {number} sat on the mat. " * 8)
-    config = config_of(folder)
+    folder = write_cats(tmp_path_factory.mktemp("marked"))
+    config = marked_config(folder)
     corpus = open_dataset(config.data, seed=config.seed, seq_len=32, vocab_size=257)
     document, _ = corpus.train.documents([8 * 10 + 4])[0]
     text = bytes(corpus.dataset[document][:-1].tolist()).decode()
@@ -46,31 +32,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def config_of(folder, **changes) -> Config:
-    return dataclasses.replace(
-        Config(
-            model=llama.Config(
-                vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64
-            ),
-            optim=adamw.Config(),
-            schedule=cosine.Config(peak=3e-3, warmup_steps=2),
-            steps=16,
-            batch_size=8,
-            seq_len=32,
-            dtype=Dtype.FLOAT32,
-            data=DataConfig(
-                path=str(folder / "*.txt"),
-                cache_dir=str(folder / "cache"),
-                eval_fraction=0.2,
-                shuffle=False,
-            ),
-            checkpoint=CheckpointConfig(every=2, keep_last=20),
-            evaluation=EvalConfig(batches=1),
-            sample=SampleConfig(tokens=0),
-            log=LogConfig(tensorboard=False),
-        ),
-        **changes,
-    )
+def marked_config(folder, **changes) -> Config:
+    defaults: dict[str, Any] = dict(steps=16, checkpoint=CheckpointConfig(every=2, keep_last=20))
+    return config_of(folder, shuffle=False, **(defaults | changes))
 
 
 @pytest.fixture
@@ -96,34 +60,13 @@ def marked_batches(config):
     return [n for n, tokens in enumerate(batches) if (tokens == MARK).any()]
 
 
-def records(workdir):
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
-
-
-def leaves_saved(workdir, step):
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def wanted(leaves, metadata):
-        return {
-            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            for path, leaf in leaves.items()
-        }
-
-    with Checkpointer(workdir / "checkpoints", keep_last=0) as checkpointer:
-        restored = checkpointer.restore(wanted, step)
-    assert restored is not None
-    _, state, _ = restored
-    return {path: np.asarray(leaf) for path, leaf in state.items()}
-
-
 @pytest.mark.parametrize("factor, spike", [(np.nan, 0.0), (np.inf, 0.0), (50.0, 8.0)])
 def test_a_bad_step_is_skipped_counted_and_its_documents_named(
     folder, tmp_path, poison, caplog, factor, spike
 ):
     poison(factor)
     settings = BadStepsConfig(spike=spike, window=8)
-    config = config_of(
+    config = marked_config(
         folder, bad_steps=settings, checkpoint=CheckpointConfig(every=1, keep_last=99)
     )
     marked = marked_batches(config)
@@ -158,7 +101,7 @@ def test_too_many_in_a_row_stop_the_run_and_nothing_of_them_is_in_the_state(
         match=r"step 3: loss is nan, grad_norm is nan, the last of 3 in a row\. Values were not "
         r"finite from the loss on\. The run stopped",
     ):
-        train(config_of(folder, bad_steps=BadStepsConfig(stop_after=3)), tmp_path)
+        train(marked_config(folder, bad_steps=BadStepsConfig(stop_after=3)), tmp_path)
     (saved,) = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
     assert saved == 2
     assert all(np.isfinite(leaf).all() for leaf in leaves_saved(tmp_path, 2).values())
@@ -169,7 +112,7 @@ def test_looking_for_the_place_is_left_out_where_it_does_not_fit_or_is_not_wante
 ):
     poison(np.nan)
     monkeypatch.setattr("jaxscale.train.beside.pool_of", lambda plan: 1e-4)
-    config = config_of(folder)
+    config = marked_config(folder)
     losses = []
     for is_wanted in (True, False):
         settings = BadStepsConfig(locate=is_wanted)
@@ -191,7 +134,7 @@ def test_a_run_goes_back_over_bad_steps_and_leaves_their_batches_out_also_after_
 ):
     poison(np.nan)
     settings = BadStepsConfig(stop_after=1, roll_back=3)
-    config = config_of(folder, bad_steps=settings, checkpoint=CheckpointConfig(every=4))
+    config = marked_config(folder, bad_steps=settings, checkpoint=CheckpointConfig(every=4))
     marked = marked_batches(config)
     assert marked[0] >= 4  # behind the first checkpoint
     caplog.set_level(logging.INFO)
@@ -218,11 +161,11 @@ def test_without_a_checkpoint_from_before_there_is_no_way_back(
     monkeypatch.setattr(f"{__name__}.MARK", ord("T"))
     settings = BadStepsConfig(stop_after=2, roll_back=1)
     with pytest.raises(BadStepError, match="steps 1 to 2 were skipped, and there is no checkpoint"):
-        train(config_of(folder, bad_steps=settings), tmp_path)
+        train(marked_config(folder, bad_steps=settings), tmp_path)
 
 
 def test_the_limit_of_a_spike_is_the_same_after_a_restart(folder, tmp_path):
-    config = config_of(folder, bad_steps=BadStepsConfig(spike=0.5, window=8))
+    config = marked_config(folder, bad_steps=BadStepsConfig(spike=0.5, window=8))
     train(config, tmp_path / "whole")
     skipped = [record["step"] for record in records(tmp_path / "whole") if record["skipped"]]
     again = shutil.copytree(tmp_path / "whole", tmp_path / "again")

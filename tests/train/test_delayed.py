@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.config import CheckpointConfig, DataConfig, PrecisionConfig, Recipe, SampleConfig
+from jaxscale.config import CheckpointConfig, PrecisionConfig, Recipe, SampleConfig
 from jaxscale.step import delayed
 from jaxscale.step.delayed import EMPTY
 from jaxscale.train.loop import train
-from tests.train.test_bad_steps import config_of, leaves_saved, records
+from tests.train.small import config_of, leaves_saved, records, write_cats
 
 DELAYED = PrecisionConfig(recipe=Recipe.FP8_DELAYED, emulate=True, history=4)
 NAMES = {f"amax.layers.{name}" for name in ("down", "gate", "out", "qkv", "up")}
@@ -21,17 +21,11 @@ NAMES = {f"amax.layers.{name}" for name in ("down", "gate", "out", "qkv", "up")}
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(f"The cat {number} sat on the mat. " * 8)
     return config_of(
-        folder,
+        write_cats(tmp_path_factory.mktemp("text")),
         steps=6,
         precision=DELAYED,
         checkpoint=CheckpointConfig(every=1, keep_last=99),
-        data=DataConfig(
-            path=str(folder / "*.txt"), cache_dir=str(folder / "cache"), eval_fraction=0.2
-        ),
     )
 
 

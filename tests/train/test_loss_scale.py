@@ -10,14 +10,13 @@ import pytest
 from jaxscale.config import (
     BadStepsConfig,
     CheckpointConfig,
-    DataConfig,
     Dtype,
     IntegrityConfig,
     LossScaleConfig,
 )
 from jaxscale.train.bad_steps import BadStepError
 from jaxscale.train.loop import train
-from tests.train.test_bad_steps import config_of, leaves_saved, records
+from tests.train.small import config_of, leaves_saved, records, write_cats
 
 # Gradients of this model overflow above 2**19 or so.
 SETTINGS = LossScaleConfig(start=2.0**24, growth_every=3, hysteresis=2)
@@ -25,19 +24,14 @@ SETTINGS = LossScaleConfig(start=2.0**24, growth_every=3, hysteresis=2)
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(f"The cat {number} sat on the mat. " * 8)
     return config_of(
-        folder,
+        write_cats(tmp_path_factory.mktemp("text")),
+        steps=16,
         dtype=Dtype.FLOAT16,
         loss_scale=SETTINGS,
         checkpoint=CheckpointConfig(every=1, keep_last=99),
         integrity=IntegrityConfig(replicas_every=8, replay_every=8),
         bad_steps=BadStepsConfig(stop_after=2),
-        data=DataConfig(
-            path=str(folder / "*.txt"), cache_dir=str(folder / "cache"), eval_fraction=0.2
-        ),
     )
 
 

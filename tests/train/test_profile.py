@@ -1,32 +1,21 @@
 """A profile holds the steps that were asked for, whole and no others; the run stays as it is."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import shutil
 import warnings
+from typing import Any
 
 import jax
 import pytest
 
 from jaxscale import config as run_config
-from jaxscale.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    Dtype,
-    EvalConfig,
-    LogConfig,
-    ProfileConfig,
-    SampleConfig,
-)
-from jaxscale.models import llama
-from jaxscale.optim import adamw
-from jaxscale.schedules import cosine
+from jaxscale.config import Config, EvalConfig, ProfileConfig
 from jaxscale.train import run
 from jaxscale.train.loop import train
 from jaxscale.train.stop import Interrupts
+from tests.train.small import config_of
 
 
 @pytest.fixture(scope="module")
@@ -41,27 +30,8 @@ def folder(tmp_path_factory):
 
 def run_of(folder, **changes) -> Config:
     """Steps 2 and 4 are each followed by an evaluation."""
-    return dataclasses.replace(
-        Config(
-            model=llama.Config(
-                vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64
-            ),
-            optim=adamw.Config(),
-            schedule=cosine.Config(peak=3e-3, warmup_steps=2),
-            steps=5,
-            batch_size=8,
-            seq_len=32,
-            dtype=Dtype.FLOAT32,
-            data=DataConfig(
-                path=str(folder / "*.txt"), cache_dir=str(folder / "cache"), eval_fraction=0.3
-            ),
-            checkpoint=CheckpointConfig(every=0),
-            evaluation=EvalConfig(batches=1, every=2),
-            sample=SampleConfig(tokens=0),
-            log=LogConfig(tensorboard=False),
-        ),
-        **changes,
-    )
+    defaults: dict[str, Any] = dict(steps=5, evaluation=EvalConfig(batches=1, every=2))
+    return config_of(folder, eval_fraction=0.3, **(defaults | changes))
 
 
 @pytest.fixture(scope="module")

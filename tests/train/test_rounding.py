@@ -3,9 +3,9 @@
 import json
 import logging
 
-from jaxscale.config import CheckpointConfig, DataConfig, PrecisionConfig, Recipe
+from jaxscale.config import CheckpointConfig, PrecisionConfig, Recipe
 from jaxscale.train.loop import train
-from tests.train.test_bad_steps import config_of, records
+from tests.train.small import config_of, records
 
 
 def test_what_rounding_loses_is_on_record(tmp_path, caplog):
@@ -16,9 +16,6 @@ def test_what_rounding_loses_is_on_record(tmp_path, caplog):
             tmp_path,
             steps=5,
             checkpoint=CheckpointConfig(enabled=False),
-            data=DataConfig(
-                path=str(tmp_path / "text.txt"), cache_dir=str(tmp_path), eval_fraction=0.2
-            ),
             precision=PrecisionConfig(
                 recipe=Recipe.FP8_TENSORWISE, emulate=True, statistics_every=every
             ),

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,24 +26,21 @@ from jaxscale.config import (
     BadStepsConfig,
     CheckpointConfig,
     Config,
-    DataConfig,
-    Dtype,
     EvalConfig,
     LogConfig,
     MeshConfig,
     SampleConfig,
     from_json,
+    to_json,
 )
 from jaxscale.data.loader import Corpus
 from jaxscale.launch import EXIT_AGAIN
-from jaxscale.models import llama
-from jaxscale.optim import adamw
-from jaxscale.schedules import cosine
 from jaxscale.train import run
 from jaxscale.train.bad_steps import BadStepError
 from jaxscale.train.loop import Outcome, train
 from jaxscale.train.recorder import still
 from jaxscale.train.stop import Interrupts
+from tests.train.small import config_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "scripts" / "train.py")
@@ -52,42 +50,9 @@ LOSS_RTOL = 1e-5
 
 
 def run_config(text: Path, **changes) -> Config:
-    return dataclasses.replace(
-        Config(
-            model=llama.Config(
-                vocab_size=257, model_dim=32, num_layers=1, num_heads=4, num_kv_heads=4, mlp_dim=64
-            ),
-            optim=adamw.Config(),
-            schedule=cosine.Config(peak=3e-3, warmup_steps=2),
-            steps=12,
-            batch_size=8,
-            seq_len=32,
-            dtype=Dtype.FLOAT32,
-            data=DataConfig(
-                path=str(text / "*.txt"), cache_dir=str(text / "cache"), eval_fraction=0.3
-            ),
-            checkpoint=CheckpointConfig(every=2, keep_last=9),
-            evaluation=EvalConfig(batches=1),
-            sample=SampleConfig(tokens=0),
-            log=LogConfig(tensorboard=False),
-        ),
-        **changes,
-    )
+    defaults: dict[str, Any] = dict(checkpoint=CheckpointConfig(every=2, keep_last=9))
+    return config_of(text, eval_fraction=0.3, **(defaults | changes))
 
-
-# The same config as a file: an import by path, as a test module is no package.
-CONFIG_FILE = """
-import importlib.util
-from pathlib import Path
-
-spec = importlib.util.spec_from_file_location("test_run", {path!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-
-
-def get_config(arg=""):
-    return module.run_config(Path({text!r}))
-"""
 
 # Runs the script, and stops at moments: at that named by argv[1] it ends as kill -9 would end it;
 # at those named by argv[2] it says so and waits until it is given a line.
@@ -137,13 +102,13 @@ PATIENCE = 600
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A folder of small text files, and the run's config.py."""
+    """A folder of small text files, and the run's config.json."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(12):
         (folder / f"{number}.txt").write_text(
             f"The cat {number} sat on the mat and looked at the moon. " * 12
         )
-    (folder / "config.py").write_text(CONFIG_FILE.format(path=__file__, text=str(folder)))
+    (folder / "config.json").write_text(json.dumps(to_json(run_config(folder))))
     return folder
 
 
@@ -180,7 +145,7 @@ def start(text, spawn, sigint_by_default, tmp_path_factory):
 
     def start(workdir, *arguments, death="", holds="", devices=8, **environment):
         command = [sys.executable, "-c", CONTROLLED_SCRIPT, death, holds, SCRIPT]
-        command += [f"--config={text / 'config.py'}", f"--workdir={workdir}", *arguments]
+        command += [f"--config={text / 'config.json'}", f"--workdir={workdir}", *arguments]
         flags = os.environ["XLA_FLAGS"] + f" --xla_force_host_platform_device_count={devices}"
         printed = tmp_path_factory.mktemp("printed") / "output.txt"
         with printed.open("w") as file:

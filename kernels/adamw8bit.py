@@ -124,8 +124,6 @@ def update(
     values of the whole parameter behind one of its model dimension. Of a device's own part. tile:
     other than of TILES, for trying out.
     """
-    import jax_triton
-
     from jaxscale.kernels import adamw8bit_triton
 
     axis = axis_of_blocks(old)
@@ -139,7 +137,7 @@ def update(
     parts = outer * p.shape[axis] // block
     count = numbers.count.astype(jnp.uint32) * np.uint32(OF_COUNT)
     place = jnp.asarray(place).astype(jnp.uint32) * np.uint32(OF_PLACE)
-    made = jax_triton.triton_call(
+    p, *moments = triton_calls.call(
         p,
         gradient,
         *old,
@@ -151,8 +149,7 @@ def update(
         input_output_aliases={0: 0, 2: 1, 3: 2, 4: 3, 5: 4},
         grid=(parts * -(-inner // width) if inner > 1 else -(-parts // width),),
         num_warps=warps,
-        # Given, it compiles where no GPU is.
-        compute_capability=round(10 * float(compute_capability)),
+        compute_capability=compute_capability,
         # XLA rounds each product before it is added to.
         enable_fp_fusion=False,
         OUTER=outer,
@@ -169,7 +166,6 @@ def update(
         STILL_M=_still(settings.b1, power=2),
         STILL_V=_still(settings.b2, power=4),
     )
-    p, *moments = triton_calls.as_varying(p, made)
     return p, Moments(*moments)
 
 

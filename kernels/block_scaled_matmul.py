@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels import hopper
+from jaxscale.kernels import hopper, varying
 from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
 
 # Of the sum, of a weight's rows and of its columns: what has one scale.
@@ -102,7 +102,7 @@ def multiply(lhs_MK, rhs_NK, *, lhs_scale, rhs_scale, out_dtype):
     lhs_by_block = lhs_MK.reshape(num_rows // 64, 64, size)
     lhs_scale = _by_line(lhs_scale, num_lines=num_rows)
     y_MN = kernel(lhs_by_block, rhs_NK, lhs_scale.T, rhs_scale.T)
-    return hopper.varying(y_MN, lhs_MK, rhs_NK)
+    return varying.as_operands(y_MN, lhs_MK, rhs_NK)
 
 
 def _by_line(scale, *, num_lines: int):

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels import grouped_programs, hopper
+from jaxscale.kernels import grouped_programs, hopper, varying
 from jaxscale.kernels.grouped_programs import (
     BLOCK,
     Program,
@@ -58,7 +58,7 @@ def weight_gradient(x_TK, grad_TN, *, group_sizes_E, out_dtype, tiles: Tiles | N
         programs=programs,
     )
     ends_E = ends_of(group_sizes_E)
-    return hopper.varying(kernel(x_TK, grad_TN, ends_E), x_TK, grad_TN, ends_E)
+    return varying.as_operands(kernel(x_TK, grad_TN, ends_E), x_TK, grad_TN, ends_E)
 
 
 @dataclasses.dataclass(frozen=True)

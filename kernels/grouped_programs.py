@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels import hopper
+from jaxscale.kernels import varying
 from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, visits_of
 from jaxscale.kernels.hopper import WARPGROUPS, run
 
@@ -90,7 +90,7 @@ def launch(program, operands, *, tiles: Tiles, columns: int, out_dtype, is_trans
         programs=programs,
     )
     # The barrier as in `flash_forward`: in a scan XLA would run the kernel twice.
-    return hopper.varying(lax.optimization_barrier(kernel(*operands)), *operands)
+    return varying.as_operands(lax.optimization_barrier(kernel(*operands)), *operands)
 
 
 def kernel_of(body: Callable, out_type, *, scratch: dict[str, Any], programs: int) -> Callable:

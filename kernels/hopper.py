@@ -36,15 +36,3 @@ def run(program, warpgroups: int = WARPGROUPS) -> None:
 def by_row(x, like):
     """One value for each row, as an array of the shape of `like`."""
     return lax.broadcast_in_dim(x, like.shape, [0])
-
-
-def varying(y, *operands):
-    """A kernel's result, which varies over the mesh axes that its operands vary over.
-
-    Kernels do not tell that themselves.
-    """
-    axes: set[str] = set()
-    for operand in operands:
-        axes |= jax.typeof(operand).manual_axis_type.varying
-    axes -= jax.typeof(y).manual_axis_type.varying
-    return lax.pcast(y, tuple(axes), to="varying") if axes else y

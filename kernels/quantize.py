@@ -115,13 +115,12 @@ def quantize(
             warps=warps,
         )
         return [(values, scale) for values in made]
-    import jax_triton
-
     from jaxscale.kernels import quantize_triton
 
     order = [way for way in WAYS if way in ways]
+    absent: dict[str, Any] = {} if len(order) == 2 else dict(second_ptr=None, second_scale_ptr=None)
     shapes = _shapes(x_MK.shape)
-    out = jax_triton.triton_call(
+    out = triton_calls.call(
         x_MK,
         kernel=quantize_triton.quantize_blocks,
         name="quantize_blocks",
@@ -136,9 +135,8 @@ def quantize(
         **_launch(x_MK.shape, compute_capability, ways=ways, together=together, warps=warps),
         MOST_EXPONENT=most_of(dtype)[1],
         IS_TURNED=TURNED in ways,
-        **({} if len(order) == 2 else dict(second_ptr=None, second_scale_ptr=None)),
+        **absent,
     )
-    out = triton_calls.as_varying(x_MK, out)
     pairs = {way: (out[2 * i], out[2 * i + 1].T) for i, way in enumerate(order)}
     return [pairs[way] for way in ways]
 
@@ -157,22 +155,21 @@ def cast(
 
     `ways` has TURNED: as they are XLA does it as well.
     """
-    import jax_triton
-
     from jaxscale.kernels import quantize_triton
 
     order = [way for way in (TURNED, STRAIGHT) if way in ways]
+    absent: dict[str, Any] = {} if STRAIGHT in ways else dict(straight_ptr=None)
     shapes = _shapes(x.shape)
-    made = jax_triton.triton_call(
+    made = triton_calls.call(
         x,
         jnp.reshape(factor, (-1,)),
         kernel=quantize_triton.quantize_cast,
         name="quantize_cast",
         out_shape=[jax.ShapeDtypeStruct(shapes[way], dtype) for way in order],
         **_launch(x.shape, compute_capability, ways=ways, together=together, warps=warps),
-        **({} if STRAIGHT in ways else dict(straight_ptr=None)),
+        **absent,
     )
-    found = dict(zip(order, triton_calls.as_varying(x, made), strict=True))
+    found = dict(zip(order, made, strict=True))
     return [found[way] for way in ways]
 
 
@@ -190,8 +187,7 @@ def _launch(
     return dict(
         grid=(math.prod(matrices) * -(-num_rows // TILE) * -(-size // TILE),),
         num_warps=warps,
-        # Given, it compiles where no GPU is.
-        compute_capability=round(10 * float(compute_capability)),
+        compute_capability=compute_capability,
         M=num_rows,
         K=size,
         TOGETHER=together,

@@ -64,8 +64,6 @@ def quantize_matrices(w_EKN, dtype, *, compute_capability: str):
 
 def quantize_rows(x_TK, dtype, *, compute_capability: str):
     """(values [T, K], float32 scales [T]), of which values * scale is x."""
-    import jax_triton
-
     from jaxscale.kernels import quantize_triton
 
     num_rows, size = x_TK.shape
@@ -74,14 +72,14 @@ def quantize_rows(x_TK, dtype, *, compute_capability: str):
     settings: dict[str, Any] = dict(
         grid=(-(-num_rows // rows),),
         num_warps=max(4, rows * width // VALUES * 4),
-        compute_capability=round(10 * float(compute_capability)),
+        compute_capability=compute_capability,
         M=num_rows,
         K=size,
         MOST_EXPONENT=quantize.most_of(dtype)[1],
         ROWS=rows,
         WIDTH=width,
     )
-    out = jax_triton.triton_call(
+    values_TK, scale_T = triton_calls.call(
         x_TK,
         kernel=quantize_triton.quantize_rows,
         name="quantize_rows",
@@ -91,4 +89,4 @@ def quantize_rows(x_TK, dtype, *, compute_capability: str):
         ],
         **settings,
     )
-    return tuple(triton_calls.as_varying(x_TK, out))
+    return values_TK, scale_T

@@ -1,9 +1,8 @@
-"""What our Triton kernels share: where they run, and what jax-triton does not tell."""
+"""What our Triton kernels share: where they run, and how they are called."""
 
 import importlib.util
 
-import jax
-from jax import lax
+from jaxscale.kernels import varying
 
 
 def objection(*, platform: str, compute_capability: str, least: float) -> str | None:
@@ -24,12 +23,13 @@ def missing() -> str | None:
     return f"it needs {' and '.join(names)}" if names else None
 
 
-def as_varying(x, results):
-    """jax-triton does not tell over which mesh axes a result varies: as x does."""
-    wanted = jax.typeof(x).manual_axis_type.varying
+def call(x, *operands, compute_capability: str, **settings) -> list:
+    """`jax_triton.triton_call`'s results, which vary over the mesh axes that x varies over.
 
-    def varying(y):
-        axes = tuple(wanted - jax.typeof(y).manual_axis_type.varying)
-        return lax.pcast(y, axes, to="varying") if axes else y
+    compute_capability: such as "9.0"; given, it compiles where no GPU is.
+    """
+    import jax_triton
 
-    return [varying(y) for y in results]
+    capability = round(10 * float(compute_capability))
+    made = jax_triton.triton_call(x, *operands, compute_capability=capability, **settings)
+    return [varying.as_operands(y, x) for y in made]

@@ -133,7 +133,9 @@ def test_a_process_that_is_killed_is_named_by_the_others_and_the_run_ends(launch
 def test_a_process_that_is_stopped_is_named_with_its_stack_and_the_run_ends(
     launched, tmp_path, stuck
 ):
-    started = launched(2, tmp_path / "run", "--config.steps=10000")
+    # A save may be where it is stopped, and is named then.
+    settings = ("--config.steps=10000", "--config.checkpoint.every=0")
+    started = launched(2, tmp_path / "run", *settings)
     wait_for_step(started, tmp_path / "run", 3)
     os.kill(children(started[0].pid)[stuck], signal.SIGSTOP)
     stopped_at = time.monotonic()

@@ -1,10 +1,11 @@
 """Runs of several processes of one machine, by scripts/launch_local.py, over gloo."""
 
-import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from jaxscale.perf.records import read_records
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 600
@@ -43,9 +44,7 @@ def finish(started, code=0):
 
 def losses(workdir):
     """Of each step that is on record, and each is once."""
-    path = Path(workdir) / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    records = read_records(Path(workdir) / "metrics.jsonl")
     pairs = [(record["step"], record["loss"]) for record in records if "loss" in record]
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)

@@ -1,9 +1,7 @@
 """A small run, and what it leaves behind: what the tests of training share."""
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,13 +18,16 @@ from jaxscale.config import (
 )
 from jaxscale.models import llama
 from jaxscale.optim import adamw
+from jaxscale.perf.records import Record, read_records
 from jaxscale.schedules import cosine
 
 
-def write_cats(folder: Path, *, documents: int = 40) -> Path:
-    """Text files of 200 bytes and more, each another cat's; returns the folder."""
+def write_cats(
+    folder: Path, *, documents: int = 40, doing: str = "sat on the mat", times: int = 8
+) -> Path:
+    """Text files, each another cat's; returns the folder."""
     for number in range(documents):
-        (folder / f"{number}.txt").write_text(f"The cat {number} sat on the mat. " * 8)
+        (folder / f"{number}.txt").write_text(f"The cat {number} {doing}. " * times)
     return folder
 
 
@@ -63,10 +64,16 @@ def config_of(
     )
 
 
-def records(workdir: Path) -> list[dict[str, Any]]:
-    """Of the steps, in order."""
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
+def records(workdir: Path) -> list[Record]:
+    """All of them, in order, of a run that has begun."""
+    path = workdir / "metrics.jsonl"
+    assert path.exists(), path
+    return read_records(path)
+
+
+def steps(workdir: Path) -> list[Record]:
+    """Those of training steps, in order."""
+    return [record for record in records(workdir) if "loss" in record]
 
 
 def leaves_saved(workdir: Path, step: int) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from jaxscale.data.loader import open_dataset
 from jaxscale.step import update as step_update
 from jaxscale.train.bad_steps import BadStepError
 from jaxscale.train.loop import train
-from tests.train.small import config_of, leaves_saved, records, write_cats
+from tests.train.small import config_of, leaves_saved, steps, write_cats
 
 MARK = 7  # a byte that one document alone has
 
@@ -73,7 +73,7 @@ def test_a_bad_step_is_skipped_counted_and_its_documents_named(
     assert not spike or marked[0] >= 9  # a limit needs eight losses, two steps before
     caplog.set_level(logging.INFO)
     assert train(config, tmp_path).step == 16
-    skipped = [record["step"] for record in records(tmp_path) if record["skipped"]]
+    skipped = [record["step"] for record in steps(tmp_path) if record["skipped"]]
     assert skipped == [n + 1 for n in marked] and skipped
     lines = [json.loads(line) for line in (tmp_path / "bad_batches.jsonl").read_text().splitlines()]
     store = open_dataset(config.data, seed=0, seq_len=32, vocab_size=257).dataset
@@ -125,7 +125,7 @@ def test_looking_for_the_place_is_left_out_where_it_does_not_fit_or_is_not_wante
         assert all("is left out from here on: it takes 0.0 GiB of 0.0" in m for m in warned)
         lines = (workdir / "bad_batches.jsonl").read_text().splitlines()
         assert lines and not any("from" in json.loads(line) for line in lines)
-        losses.append([(r["loss"], r["skipped"]) for r in records(workdir)])
+        losses.append([(r["loss"], r["skipped"]) for r in steps(workdir)])
     np.testing.assert_array_equal(losses[0], losses[1])
 
 
@@ -140,15 +140,15 @@ def test_a_run_goes_back_over_bad_steps_and_leaves_their_batches_out_also_after_
     caplog.set_level(logging.INFO)
     assert train(dataclasses.replace(config, steps=14), tmp_path / "run").step == 14
     assert "and leaving out the batches since" in caplog.text
-    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 15))
-    assert not any(record["skipped"] for record in records(tmp_path / "run"))
+    assert [record["step"] for record in steps(tmp_path / "run")] == list(range(1, 15))
+    assert not any(record["skipped"] for record in steps(tmp_path / "run"))
     train(config, tmp_path / "run")
     # The same run as one that never saw the batches between.
     first, last = marked[0] // 4 * 4, marked[-1]
     left_out = last + 1 - first
     assert f"to {marked[0] + 1} were skipped: going back to step {first}" in caplog.text
     numbers = [*range(first), *range(first + left_out, 16 + left_out)]
-    tokens = [record["tokens"] for record in records(tmp_path / "run")]
+    tokens = [record["tokens"] for record in steps(tmp_path / "run")]
     corpus = open_dataset(config.data, seed=0, seq_len=32, vocab_size=257)
     rows = [corpus.train.rows(np.arange(8) + 8 * n) for n in numbers]
     assert tokens == [int((row.targets >= 0).sum()) for row in rows]
@@ -167,14 +167,14 @@ def test_without_a_checkpoint_from_before_there_is_no_way_back(
 def test_the_limit_of_a_spike_is_the_same_after_a_restart(folder, tmp_path):
     config = marked_config(folder, bad_steps=BadStepsConfig(spike=0.5, window=8))
     train(config, tmp_path / "whole")
-    skipped = [record["step"] for record in records(tmp_path / "whole") if record["skipped"]]
+    skipped = [record["step"] for record in steps(tmp_path / "whole") if record["skipped"]]
     again = shutil.copytree(tmp_path / "whole", tmp_path / "again")
     for path in (again / "checkpoints").iterdir():
         if int(path.name) > 12:
             shutil.rmtree(path)
     train(config, again)
     losses = [
-        [(r["step"], r["loss"], r["skipped"]) for r in records(tmp_path / run)]
+        [(r["step"], r["loss"], r["skipped"]) for r in steps(tmp_path / run)]
         for run in ("whole", "again")
     ]
     assert losses[0] == losses[1]

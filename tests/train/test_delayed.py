@@ -13,7 +13,7 @@ from jaxscale.config import CheckpointConfig, PrecisionConfig, Recipe, SampleCon
 from jaxscale.step import delayed
 from jaxscale.step.delayed import EMPTY
 from jaxscale.train.loop import train
-from tests.train.small import config_of, leaves_saved, records, write_cats
+from tests.train.small import config_of, leaves_saved, steps, write_cats
 
 DELAYED = PrecisionConfig(recipe=Recipe.FP8_DELAYED, emulate=True, history=4)
 NAMES = {f"amax.layers.{name}" for name in ("down", "gate", "out", "qkv", "up")}
@@ -60,7 +60,7 @@ def test_a_run_that_goes_on_has_the_same_bits(config, whole, tmp_path):
     assert {name: value.tobytes() for name, value in here.items()} == {
         name: value.tobytes() for name, value in there.items()
     }
-    assert all("saturated" in record for record in records(again))
+    assert all("saturated" in record for record in steps(again))
 
 
 def test_a_run_goes_on_with_another_recipe_and_back(config, whole, tmp_path, caplog):

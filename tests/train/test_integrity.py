@@ -26,6 +26,7 @@ from jaxscale.step.state import from_flat, to_flat
 from jaxscale.train.integrity import IntegrityError
 from jaxscale.train.loop import train
 from tests.corrupted import with_flipped_bit
+from tests.train.small import steps
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 600
@@ -51,9 +52,7 @@ def config(config_file):
 
 
 def losses(workdir):
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
+    return {record["step"]: record["loss"] for record in steps(workdir)}
 
 
 def corrupted_at(step, monkeypatch, *, name="params.norm", device=5):
@@ -155,6 +154,7 @@ import jax
 from jaxscale.compile.fit import CompiledUpdate
 from jaxscale.step.state import from_flat, to_flat
 from tests.corrupted import with_flipped_bit
+from tests.train.small import steps
 
 calls = []
 

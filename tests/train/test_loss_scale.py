@@ -16,7 +16,7 @@ from jaxscale.config import (
 )
 from jaxscale.train.bad_steps import BadStepError
 from jaxscale.train.loop import train
-from tests.train.small import config_of, leaves_saved, records, write_cats
+from tests.train.small import config_of, leaves_saved, steps, write_cats
 
 # Gradients of this model overflow above 2**19 or so.
 SETTINGS = LossScaleConfig(start=2.0**24, growth_every=3, hysteresis=2)
@@ -44,7 +44,7 @@ def whole(config, tmp_path_factory):
 
 
 def scales(workdir):
-    return [np.log2(record["loss_scale"]) for record in records(workdir)]
+    return [np.log2(record["loss_scale"]) for record in steps(workdir)]
 
 
 def told(record):
@@ -52,7 +52,7 @@ def told(record):
 
 
 def test_overflows_lower_the_scale_stop_nothing_and_are_counted(whole):
-    lines = records(whole)
+    lines = steps(whole)
     overflows = [line["overflow"] for line in lines]
     assert overflows[:2] == [1, 1]  # more than config.bad_steps.stop_after in a row
     assert overflows == [line["skipped"] for line in lines] and sum(overflows) < 12
@@ -75,14 +75,14 @@ def from_step(whole, folder, *, step):
 def test_a_run_that_goes_on_amid_a_window_has_the_same_bits(config, whole, tmp_path, caplog):
     middle = next(
         line["step"]
-        for line in records(whole)[8:]
+        for line in steps(whole)[8:]
         if leaves_saved(whole, line["step"])["loss_scale.num_good"] == 1
     )
     again = from_step(whole, tmp_path / "again", step=middle)
     caplog.set_level(logging.INFO)
     train(config, again)
     assert f"continuing from the checkpoint of step {middle}" in caplog.text
-    assert list(map(told, records(again))) == list(map(told, records(whole)))
+    assert list(map(told, steps(again))) == list(map(told, steps(whole)))
     here, there = leaves_saved(again, 16), leaves_saved(whole, 16)
     assert {name: value.tobytes() for name, value in here.items()} == {
         name: value.tobytes() for name, value in there.items()
@@ -110,4 +110,4 @@ def test_an_overflow_at_the_least_scale_is_a_bad_step(config, tmp_path):
         BadStepError, match="step 2: grad_norm is (inf|nan), the last of 2 in a row"
     ):
         train(stuck, tmp_path / "run")
-    assert [line["overflow"] for line in records(tmp_path / "run")] == [0, 0]
+    assert [line["overflow"] for line in steps(tmp_path / "run")] == [0, 0]

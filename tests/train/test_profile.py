@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import shutil
 import warnings
 from typing import Any
@@ -15,17 +14,13 @@ from jaxscale.config import Config, EvalConfig, ProfileConfig
 from jaxscale.train import run
 from jaxscale.train.loop import train
 from jaxscale.train.stop import Interrupts
-from tests.train.small import config_of
+from tests.train.small import config_of, records, write_cats
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(8):
-        (folder / f"{number}.txt").write_text(
-            f"The cat {number} sat on the mat and looked at the moon. " * 12
-        )
-    return folder
+    doing = "sat on the mat and looked at the moon"
+    return write_cats(tmp_path_factory.mktemp("text"), documents=8, doing=doing, times=12)
 
 
 def run_of(folder, **changes) -> Config:
@@ -42,10 +37,9 @@ def plain(folder):
 
 
 def losses(workdir):
-    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return {
         (record["step"], key): record[key]
-        for record in records
+        for record in records(workdir)
         for key in ("loss", "eval_loss")
         if key in record
     }

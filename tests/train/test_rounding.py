@@ -5,7 +5,7 @@ import logging
 
 from jaxscale.config import CheckpointConfig, PrecisionConfig, Recipe
 from jaxscale.train.loop import train
-from tests.train.small import config_of, records
+from tests.train.small import config_of, steps
 
 
 def test_what_rounding_loses_is_on_record(tmp_path, caplog):
@@ -22,7 +22,7 @@ def test_what_rounding_loses_is_on_record(tmp_path, caplog):
         )
         with caplog.at_level(logging.INFO):
             train(config, tmp_path / str(every))
-        losses.append([record["loss"] for record in records(tmp_path / str(every))])
+        losses.append([record["loss"] for record in steps(tmp_path / str(every))])
     assert losses[0] == losses[1]
     lines = (tmp_path / "2" / "rounding.jsonl").read_text().splitlines()
     looks = [json.loads(line) for line in lines]

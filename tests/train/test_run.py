@@ -40,7 +40,7 @@ from jaxscale.train.bad_steps import BadStepError
 from jaxscale.train.loop import Outcome, train
 from jaxscale.train.recorder import still
 from jaxscale.train.stop import Interrupts
-from tests.train.small import config_of
+from tests.train.small import config_of, records, write_cats
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "scripts" / "train.py")
@@ -103,11 +103,8 @@ PATIENCE = 600
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A folder of small text files, and the run's config.json."""
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(12):
-        (folder / f"{number}.txt").write_text(
-            f"The cat {number} sat on the mat and looked at the moon. " * 12
-        )
+    doing = "sat on the mat and looked at the moon"
+    folder = write_cats(tmp_path_factory.mktemp("text"), documents=12, doing=doing, times=12)
     (folder / "config.json").write_text(json.dumps(to_json(run_config(folder))))
     return folder
 
@@ -165,15 +162,6 @@ def found(pattern, text) -> tuple[str, ...]:
     match = re.search(pattern, text)
     assert match, text
     return match.groups()
-
-
-def records(workdir):
-    path = Path(workdir) / "metrics.jsonl"
-    return [
-        json.loads(line)
-        for line in path.read_text().splitlines(keepends=True)
-        if line.endswith("\n")
-    ]
 
 
 def losses(workdir):

@@ -17,7 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.kernels import flash_backward, flash_forward, flash_spans, hopper
+from jaxscale.kernels import (
+    flash_backward,
+    flash_forward,
+    flash_forward_dealt,
+    flash_spans,
+    hopper,
+)
 from jaxscale.kernels.flash_spans import Spans
 from jaxscale.kernels.xla_attention import NOTHING
 from jaxscale.kernels.xla_attention import reference as reference
@@ -80,10 +86,14 @@ def attention(
     window: a token sees itself and the `window - 1` before it. cap: scores become
     cap * tanh(score / cap), by the GPU's own tanh, which is right to 5e-4 of itself. deterministic:
     the backward pass gives the same bits each time, for two products more up to head size 128 and
-    for nothing beyond. Returns [B, S, N, V] in the input dtype; statistics are float32.
+    for nothing beyond. Where `documents` can be one a row, and no window is there, head size 64 has
+    programs of its own (`flash_dealt.py`). Returns [B, S, N, V] in the input dtype; statistics are
+    float32.
     """
     spans = flash_spans.of_segments(documents.segments_BS, window=window)
-    return _attention(q_BSNH, k_BTKH, v_BTKV, spans, _Options(scale, cap, deterministic))
+    is_one_document = documents.lengths_BM.shape[1] == 1 and window is None
+    options = _Options(scale, cap, deterministic, is_one_document)
+    return _attention(q_BSNH, k_BTKH, v_BTKV, spans, options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +101,20 @@ class _Options:
     scale: float
     cap: float | None
     deterministic: bool
+    is_one_document: bool
+
+    @property
+    def of_scores(self) -> dict[str, Any]:
+        return dict(scale=self.scale, cap=self.cap, is_one_document=self.is_one_document)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attention(q_BSNH, k_BTKH, v_BTKV, spans_BS, options):
-    scores = dict(scale=options.scale, cap=options.cap)
-    return _forward(q_BSNH, k_BTKH, v_BTKV, spans=spans_BS, **scores)[0]
+    return _forward(q_BSNH, k_BTKH, v_BTKV, spans=spans_BS, **options.of_scores)[0]
 
 
 def _attention_fwd(q_BSNH, k_BTKH, v_BTKV, spans_BS, options):
-    scores = dict(scale=options.scale, cap=options.cap)
-    out_BSNV, lse_BNS = _forward(q_BSNH, k_BTKH, v_BTKV, spans=spans_BS, **scores)
+    out_BSNV, lse_BNS = _forward(q_BSNH, k_BTKH, v_BTKV, spans=spans_BS, **options.of_scores)
     out_BSNV = checkpoint_name(out_BSNV, "attention_out")
     lse_BNS = checkpoint_name(lse_BNS, "attention_lse")
     return out_BSNV, (q_BSNH, k_BTKH, v_BTKV, spans_BS, out_BSNV, lse_BNS)
@@ -117,9 +130,8 @@ def _attention_bwd(options, residuals, grad_BSNV):
         lse_BNS=lse_BNS,
         grad_BSNV=grad_BSNV,
         spans=spans,
-        scale=options.scale,
-        cap=options.cap,
         in_order=options.deterministic,
+        **options.of_scores,
     )
     return *grads, None
 
@@ -164,12 +176,25 @@ def partial_backward(
 # Of any length.
 
 
-def _forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | None = None):
-    seq = q_BSNH.shape[1]
+def _forward(
+    q_BSNH,
+    k_BTKH,
+    v_BTKV,
+    *,
+    spans: Spans,
+    scale: float,
+    cap: float | None = None,
+    is_one_document: bool = False,
+):
+    seq, head_size = q_BSNH.shape[1], q_BSNH.shape[-1]
     q_BSNH, k_BTKH, v_BTKV = (_padded(x) for x in (q_BSNH, k_BTKH, v_BTKV))
     spans = spans.padded(q_BSNH.shape[1] - seq)
-    options: dict[str, Any] = dict(spans=spans, scale=scale, cap=cap)
-    out_BSNV, lse_BNS = flash_forward.forward(q_BSNH, k_BTKH, v_BTKV, **options)
+    options: dict[str, Any] = dict(spans=spans, scale=scale)
+    if is_one_document and flash_forward_dealt.is_for(head_size, seq=q_BSNH.shape[1], cap=cap):
+        make = flash_forward_dealt.forward
+    else:
+        make = functools.partial(flash_forward.forward, cap=cap)
+    out_BSNV, lse_BNS = make(q_BSNH, k_BTKH, v_BTKV, **options)
     return out_BSNV[:, :seq], lse_BNS[..., :seq]
 
 
@@ -185,6 +210,7 @@ def _backward(
     scale: float,
     in_order: bool,
     cap: float | None = None,
+    is_one_document: bool = False,
 ):
     seq, num_keys = q_BSNH.shape[1], k_BTKH.shape[1]
     seen_BNS = jnp.einsum("BSNV,BSNV->BNS", out_BSNV, grad_BSNV, preferred_element_type=jnp.float32)
@@ -199,6 +225,7 @@ def _backward(
         scale=scale,
         cap=cap,
         in_order=in_order,
+        is_one_document=is_one_document,
     )
     return dq_BSNH[:, :seq], dk_BTKH[:, :num_keys], dv_BTKV[:, :num_keys]
 

@@ -10,12 +10,14 @@ programs too (eight products).
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxscale.kernels import flash_backward_dealt
 from jaxscale.kernels.flash_backward_keys import (
     MAX_HEAD_SIZE_OF_FIVE,
     WHOLE,
@@ -40,11 +42,13 @@ def backward(
     scale: float,
     in_order: bool,
     cap: float | None = None,
+    is_one_document: bool = False,
 ):
     """dq, dk and dv, in the input dtypes.
 
     lse_BNS: the log-sum-exp of the scores, float32, finite where a query sees nothing. seen_BNS:
     the sum over V of output and grad_BSNV, float32. in_order: sums are made in one order.
+    is_one_document: a row is one document, but for padding.
     """
     operands = q_BSNH, k_BTKH, v_BTKV, grad_BSNV
     scores = Scores(scale, cap)
@@ -65,11 +69,15 @@ def backward(
     sums_BSNH = jnp.broadcast_to(zero, q_BSNH.shape)
 
     # No cap: of 128 queries a step none was timed.
-    part = WIDE if head_size == 64 and cap is None else WHOLE
+    is_wide = head_size == 64 and cap is None
+    if is_wide and is_one_document:
+        make = flash_backward_dealt.of_keys
+    else:
+        make = functools.partial(of_keys, part=WIDE if is_wide else WHOLE)
 
     def adding(dq_dk_dv):
         dq, dk, dv = dq_dk_dv
-        dk[...], dv[...] = of_keys(operands, begins, part=part, dq=dq, **options)
+        dk[...], dv[...] = make(operands, begins, dq=dq, **options)
 
     # Not jax.new_ref: here no effect is left for jax.checkpoint and loops to carry.
     begin = sums_BSNH, jnp.zeros_like(k_BTKH), jnp.zeros_like(v_BTKV)

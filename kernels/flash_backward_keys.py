@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels.flash_forward import REGISTERS, REGISTERS_TO_COPY
+from jaxscale.kernels.flash_forward import HIDDEN, REGISTERS, REGISTERS_TO_COPY
 from jaxscale.kernels.flash_scores import STAGES, Operands, Scores, wait_if
 from jaxscale.kernels.flash_spans import Spans, Work, tiles_of_queries
 from jaxscale.kernels.hopper import WARPGROUPS, load, run
@@ -86,55 +86,20 @@ def parts_of(head_size: int) -> tuple[Part, ...]:
 def of_keys(operands, begins, *, spans: Spans, scores: Scores, part: Part, dq):
     """[dk, dv] or one of them; adds dq / scale to `dq`, a reference of float32, unless None."""
     q_BSNH, k_BTKH, v_BTKV, _ = operands
-    rows, num_keys, num_key_heads, head_size = k_BTKH.shape
-    v_head_size = v_BTKV.shape[-1]
-    tile_q, num_ds = part.num_queries, part.num_ds
-    visits = tiles_of_queries(spans, num_keys=num_keys, tile_q=tile_q, tile_k=TILE_K)
-    # Of a warpgroup.
-    dq_shape = (TILE_Q, head_size if part.is_wide else head_size // WARPGROUPS)
-
-    def operand(*shape):
-        return plgpu.SMEM(shape, q_BSNH.dtype, transforms=_swizzled(dq_shape[1]))
-
-    floats = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
-    num_grads = part.grad_stages
-    used = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS)
-    # Of a tile of queries and its statistics.
-    loaded = functools.partial(plgpu.Barrier, num_arrivals=2)
-    for_dq = dict(
-        ds_tiles=operand(num_ds, TILE_K, tile_q),
-        dq_tile=plgpu.SMEM((WARPGROUPS, *dq_shape), jnp.float32, transforms=floats),
-        ds_made=used(num_barriers=num_ds),
-        both=plgpu.Barrier(num_arrivals=WARPGROUPS),
-        **(dict(ds_used=used(num_barriers=num_ds)) if part.is_wide else {}),
-    )
+    rows, num_keys, num_key_heads, _ = k_BTKH.shape
+    visits = tiles_of_queries(spans, num_keys=num_keys, tile_q=part.num_queries, tile_k=TILE_K)
 
     def program(*refs, **scratch):
         group = q_BSNH.shape[2] // num_key_heads
         options = dict(part=part, group=group, scores=scores)
-        run(_OfKeys(*refs, **scratch, has_dq=dq is not None, **options))
+        run(OfKeys(*refs, **scratch, has_dq=dq is not None, **options))
 
     program.__name__ = part.name
-    # dv is put there on its way out too, or in place of the keys if it has their size.
-    has_v_tile = part.has_dk or v_head_size != head_size
     made = [x for x, is_made in ((k_BTKH, part.has_dk), (v_BTKV, part.has_dv)) if is_made]
     kernel = plgpu.kernel(
         program,
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in made],
-        scratch_types=dict(
-            k_tile=operand(TILE_K, head_size),
-            q_tiles=operand(STAGES, tile_q, head_size),
-            grad_tiles=operand(num_grads, tile_q, v_head_size),
-            lse_tiles=plgpu.SMEM((STAGES, tile_q), jnp.float32),
-            seen_tiles=plgpu.SMEM((num_grads, tile_q), jnp.float32),
-            keys_loaded=plgpu.Barrier(num_arrivals=1 + part.has_dk),
-            q_loaded=loaded(num_barriers=STAGES),
-            grad_loaded=loaded(num_barriers=num_grads),
-            q_used=used(num_barriers=STAGES),
-            grad_used=used(num_barriers=num_grads),
-            **(dict(v_tile=operand(TILE_K, v_head_size)) if has_v_tile else {}),
-            **(for_dq if dq is not None else {}),
-        ),
+        scratch_types=scratch_of(operands, part=part, has_dq=dq is not None),
         grid=(num_key_heads, num_keys // TILE_K, rows),
         grid_names=("head", "tile", "row"),
         num_threads=WARPGROUPS + 1,
@@ -147,13 +112,53 @@ def of_keys(operands, begins, *, spans: Spans, scores: Scores, part: Part, dq):
     return kernel(*operands, *begins, *spans, visits.stacked(), *added_to)
 
 
+def scratch_of(operands, *, part: Part, has_dq: bool, slots: tuple[int, ...] = ()):
+    """Shared memory and barriers of a program; slots: of keys and values, if not for one tile."""
+    q_BSNH, _, v_BTKV, _ = operands
+    head_size, v_head_size = q_BSNH.shape[-1], v_BTKV.shape[-1]
+    tile_q, num_ds, num_grads = part.num_queries, part.num_ds, part.grad_stages
+    # Of a warpgroup.
+    dq_shape = (TILE_Q, head_size if part.is_wide else head_size // WARPGROUPS)
+
+    def operand(*shape):
+        return plgpu.SMEM(shape, q_BSNH.dtype, transforms=_swizzled(dq_shape[1]))
+
+    floats = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+    used = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS)
+    # Of a tile of queries and its statistics.
+    loaded = functools.partial(plgpu.Barrier, num_arrivals=2)
+    for_dq = dict(
+        ds_tiles=operand(num_ds, TILE_K, tile_q),
+        dq_tile=plgpu.SMEM((WARPGROUPS, *dq_shape), jnp.float32, transforms=floats),
+        ds_made=used(num_barriers=num_ds),
+        both=plgpu.Barrier(num_arrivals=WARPGROUPS),
+        **(dict(ds_used=used(num_barriers=num_ds)) if part.is_wide else {}),
+    )
+    # dv is put there on its way out too, or in place of the keys if it has their size.
+    has_v_tile = part.has_dk or v_head_size != head_size
+    return dict(
+        k_tile=operand(*slots, TILE_K, head_size),
+        q_tiles=operand(STAGES, tile_q, head_size),
+        grad_tiles=operand(num_grads, tile_q, v_head_size),
+        lse_tiles=plgpu.SMEM((STAGES, tile_q), jnp.float32),
+        seen_tiles=plgpu.SMEM((num_grads, tile_q), jnp.float32),
+        keys_loaded=plgpu.Barrier(num_arrivals=1 + part.has_dk, num_barriers=slots),
+        q_loaded=loaded(num_barriers=STAGES),
+        grad_loaded=loaded(num_barriers=num_grads),
+        q_used=used(num_barriers=STAGES),
+        grad_used=used(num_barriers=num_grads),
+        **(dict(v_tile=operand(*slots, TILE_K, v_head_size)) if has_v_tile else {}),
+        **(for_dq if has_dq else {}),
+    )
+
+
 def _swizzled(columns: int):
     """Of operands with whole tiles of so many columns."""
     columns = min(64, columns)
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
 
 
-class _OfKeys:
+class OfKeys:
     """The program of `of_keys`."""
 
     # References, or None.
@@ -168,18 +173,33 @@ class _OfKeys:
             next(made) if is_made else None for is_made in (has_dq, part.has_dk, part.has_dv)
         )
         self.part, self.group, self.scores = part, group, scores
-        self.here = _OfKeysScratch(**scratch)
-        self.remembered = self.operands.work() if part.is_wide else None
+        self.here = Scratch(**scratch)
+        self.remembered = self.read_work() if part.is_wide else None
+        # Where slots in shared memory are counted from; step -1 is the zeros before the first.
+        self.first_step, self.first_ds = 0, part.num_ds
+
+    def place(self):
+        """(row, key head, tile of keys)."""
+        return self.operands.place()
+
+    def read_work(self):
+        return self.operands.work()
 
     def work(self) -> Work:
-        return self.remembered or self.operands.work()
+        return self.remembered or self.read_work()
+
+    def slot_of_step(self, i, stages: int):
+        return lax.rem(self.first_step + i, stages)
+
+    def slot_of_ds(self, i):
+        return lax.rem(i + self.first_ds, self.part.num_ds)
 
     def num_steps(self):
         return self.group * self.work().num
 
     def step_of(self, i):
         """(head, tile of queries) of the ith step; steps without a mask come first."""
-        work, (_, key_head, _) = self.work(), self.operands.place()
+        work, (_, key_head, _) = self.work(), self.place()
         if self.part.is_wide and self.group == 1:
             return key_head, work.tile(i)
         num_whole = self.group * work.num_whole
@@ -191,14 +211,17 @@ class _OfKeys:
         return key_head * self.group + head_of_group, work.tile(tile)
 
     def copy(self):
-        """Loads this program's keys and values, and tiles of queries ahead of the others."""
         plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
+        self.load(self.here.keys_loaded)
+
+    def load(self, keys_loaded):
+        """A tile of keys and values, and tiles of queries ahead of the other warpgroups."""
         of, here = self.operands, self.here
-        row, key_head, tile = of.place()
+        row, key_head, tile = self.place()
         keys = (row, pl.ds(tile * TILE_K, TILE_K), key_head)
-        plgpu.copy_gmem_to_smem(of.k.at[keys], here.k_tile, here.keys_loaded)
+        plgpu.copy_gmem_to_smem(of.k.at[keys], here.k_tile, keys_loaded)
         if self.dk is not None:
-            plgpu.copy_gmem_to_smem(of.v.at[keys], here.v_tile, here.keys_loaded)
+            plgpu.copy_gmem_to_smem(of.v.at[keys], here.v_tile, keys_loaded)
 
         @pl.loop(0, self.num_steps())
         def load_tile(i):
@@ -216,8 +239,8 @@ class _OfKeys:
                 ),
             ):
                 stages = tiles.shape[0]
-                slot = lax.rem(i, stages)
-                wait_if(i >= stages, used.at[slot])
+                slot = self.slot_of_step(i, stages)
+                wait_if(self.first_step + i >= stages, used.at[slot])
                 for source, target in (
                     (operand.at[row, queries, head], tiles),
                     (statistic.at[row, head, queries], statistics),
@@ -226,18 +249,27 @@ class _OfKeys:
 
     def compute(self):
         plgpu.set_max_registers(REGISTERS, action="increase")
+        self.offer_ds()
+        self.make(self.here.keys_loaded)
+        plgpu.wait_smem_to_gmem(0)
+
+    def offer_ds(self):
+        """Before anything is made nobody reads tiles of ds."""
+        if self.here.ds_used is not None:
+            for slot in range(self.part.num_ds):
+                plgpu.barrier_arrive(self.here.ds_used.at[slot])
+
+    def make(self, keys_loaded):
+        """All of a tile of keys, up to its way to memory."""
         here, of = self.here, self.operands
-        row, key_head, tile = of.place()
+        row, key_head, tile = self.place()
         num_steps, mine = self.num_steps(), self.mine()
         if self.dq is not None:
             # The first step adds the product of these zeros to the dq of its own tile.
             zeros = jnp.zeros((64, self.part.num_queries), here.ds_tiles.dtype)
             zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-            if here.ds_used is not None:
-                for slot in range(self.part.num_ds):
-                    plgpu.barrier_arrive(here.ds_used.at[slot])
-            self.hand_over(zeros, self.part.num_ds - 1)
-        plgpu.barrier_wait(here.keys_loaded)
+            self.hand_over(zeros, self.slot_of_ds(-1))
+        plgpu.barrier_wait(keys_loaded)
         sums = {
             name: plgpu.ACC((64, like.shape[-1]), jnp.float32)
             for name, like, made in (("dk", of.k, self.dk), ("dv", of.v, self.dv))
@@ -245,7 +277,7 @@ class _OfKeys:
         }
         sums = pl.run_scoped(self.all_steps, **sums)
         if self.dq is not None:
-            pl.when(num_steps > 0)(lambda: self.add_dq(num_steps - 1))
+            self.add_last_dq(num_steps)
             # The other warpgroup has read this one's keys for its columns of dq.
             plgpu.barrier_arrive(here.both)
             plgpu.barrier_wait(here.both)
@@ -262,7 +294,9 @@ class _OfKeys:
         for name in sums:
             made_tile, target, _ = places[name]
             plgpu.copy_smem_to_gmem(made_tile.at[mine], target.at[keys])
-        plgpu.wait_smem_to_gmem(0)
+
+    def add_last_dq(self, num_steps):
+        pl.when(num_steps > 0)(lambda: self.add_dq(num_steps - 1))
 
     def mine(self):
         """This warpgroup's keys of the tile."""
@@ -277,7 +311,8 @@ class _OfKeys:
 
     def step(self, i, *, is_whole: bool, dk=None, dv=None):
         here, mine = self.here, self.mine()
-        q_slot, grad_slot = lax.rem(i, STAGES), lax.rem(i, here.grad_tiles.shape[0])
+        q_slot = self.slot_of_step(i, STAGES)
+        grad_slot = self.slot_of_step(i, here.grad_tiles.shape[0])
         q_tile, grad_tile = here.q_tiles.at[q_slot], here.grad_tiles.at[grad_slot]
         lse_tile, dtype = here.lse_tiles.at[q_slot], self.operands.q.dtype
         plgpu.barrier_wait(here.q_loaded.at[q_slot])
@@ -285,7 +320,11 @@ class _OfKeys:
 
         def issue(scores, dp=None):
             if self.scores.cap is None:
-                scores[...] = _begin(lse_tile)
+                begin = _begin(lse_tile)
+                # At head size 64 of what scores begin with, before p and dp take registers.
+                if self.part.is_wide and not is_whole:
+                    begin = self.masked(begin, i, hidden=HIDDEN)
+                scores[...] = begin
             if dk is not None:
                 dp[...] = _begin(here.seen_tiles.at[grad_slot])
             plgpu.wgmma(scores, here.k_tile.at[mine], q_tile.transpose((1, 0)))
@@ -293,8 +332,8 @@ class _OfKeys:
                 plgpu.wgmma(dp, here.v_tile.at[mine], grad_tile.transpose((1, 0)))
             products = plgpu.wgmma_accumulator_load(scores, wait_n=int(dk is not None))
             p, slope = self.scores.weights(products, lambda: _begin(lse_tile))
-            if not is_whole:
-                p = self.masked(p, i)
+            if not is_whole and not self.part.is_wide:
+                p = self.masked(p, i, hidden=0.0)
             if dv is not None:
                 plgpu.wgmma(dv, p.astype(dtype), grad_tile)
             if dk is not None:
@@ -303,7 +342,7 @@ class _OfKeys:
             if dv is None:
                 plgpu.barrier_arrive(here.grad_used.at[grad_slot])
             if self.dq is not None:
-                self.hand_over(ds, lax.rem(i, self.part.num_ds))
+                self.hand_over(ds, self.slot_of_ds(i))
                 self.add_dq(i - 1, before=lambda: plgpu.wgmma(dk, ds, q_tile))
             elif dk is not None:
                 plgpu.wgmma(dk, ds, q_tile)
@@ -315,17 +354,18 @@ class _OfKeys:
         tile = plgpu.ACC((64, self.part.num_queries), jnp.float32)
         pl.run_scoped(issue, *([tile] if dk is None else [tile, tile]))
 
-    def masked(self, p, i):
-        row, _, tile_of_keys = self.operands.place()
+    def masked(self, values, i, *, hidden: float):
+        """Of keys and queries, `hidden` where a query does not see a key."""
+        row, _, tile_of_keys = self.place()
         _, tile = self.step_of(i)
         queries = self.queries(tile)
         key = tile_of_keys * TILE_K + lax.axis_index("warpgroup") * 64
-        key += plgpu.broadcasted_iota(jnp.int32, p.shape, 0, layout=plgpu.Layout.WGMMA)
+        key += plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
         # One after the other: both at once take registers that spill.
         first = _per_query(self.operands.first.at[row, queries])
-        p = jnp.where(key >= _by_column(first, p), p, 0.0)
+        values = jnp.where(key >= _by_column(first, values), values, hidden)
         last = _per_query(self.operands.last.at[row, queries])
-        return jnp.where(key < _by_column(last, p), p, 0.0)
+        return jnp.where(key < _by_column(last, values), values, hidden)
 
     def queries(self, tile):
         return pl.ds(tile * self.part.num_queries, self.part.num_queries)
@@ -343,13 +383,13 @@ class _OfKeys:
 
         before: issues a product that runs while this one is added.
         """
-        here, (row, _, _) = self.here, self.operands.place()
+        here, (row, _, _) = self.here, self.place()
         head, tile = self.step_of(jnp.maximum(i, 0))
         warpgroup, part = lax.axis_index("warpgroup"), self.part
         dq_tile = here.dq_tile.at[warpgroup]
         _, num_queries, num_columns = here.dq_tile.shape
         columns = pl.ds(0 if part.is_wide else warpgroup * num_columns, num_columns)
-        slot = lax.rem(i + part.num_ds, part.num_ds)
+        slot = self.slot_of_ds(i)
         plgpu.barrier_wait(here.ds_made.at[slot])
 
         def product(ref):
@@ -376,8 +416,8 @@ class _OfKeys:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _OfKeysScratch:
-    """Shared memory and barriers of `_OfKeys`."""
+class Scratch:
+    """Shared memory and barriers of `OfKeys`."""
 
     k_tile: Any
     q_tiles: Any

@@ -4,7 +4,7 @@ A program has 128 queries of one head. Two warpgroups compute, 64 queries each, 
 of keys and values ahead of them. The products of tile i with the queries and of tile i - 1 with V
 are issued together, so the softmax of tile i runs beside the second of them. The warpgroups are not
 made to take turns: that was 9 to 15% slower (docs/kernels.md). At head size 64 four warpgroups
-compute 256 queries, and most tiles need no maxima (`_Program.all_tiles`).
+compute 256 queries, and most tiles need no maxima (`Program.all_tiles`).
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels.flash_spans import Spans, Work, tiles_of_keys
+from jaxscale.kernels.flash_spans import Spans, Visits, Work, tiles_of_keys
 from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
 
 # Of 65,536 a multiprocessor has; 128 threads a warpgroup.
@@ -31,7 +31,7 @@ REGISTERS, REGISTERS_TO_COPY = 240, 24
 class Tiles:
     """Who computes, with how many registers a thread, and the tiles of keys in shared memory.
 
-    keeps_reference: p of tiles without a mask are made without maxima (`_Program.all_tiles`).
+    keeps_reference: p of tiles without a mask are made without maxima (`Program.all_tiles`).
     """
 
     warpgroups: int = WARPGROUPS
@@ -46,8 +46,9 @@ class Tiles:
 
 
 # Head size 64, whose products are half of 128's beside the same exp: 8% faster than `Tiles()`
-# (0.383 and 0.415 ms on an H200, docs/kernels.md).
-OF_HEAD_SIZE_64 = Tiles(warpgroups=4, registers=112, num_keys=64, stages=6, keeps_reference=True)
+# (0.383 and 0.415 ms on an H200), and 3% more with eight stages instead of six and sums by lane
+# (docs/kernels.md).
+OF_HEAD_SIZE_64 = Tiles(warpgroups=4, registers=112, num_keys=64, stages=8, keeps_reference=True)
 
 LOG2_E = math.log2(math.e)
 # A score that is not seen, and what the largest score of a query begins with: finite, as a query
@@ -55,6 +56,7 @@ LOG2_E = math.log2(math.e)
 # same, p would be 2 to the rounding error of a product of 1e30: infinite for some scales.)
 HIDDEN, LOWEST = -1e30, -1e20
 PER_QUERY = plgpu.Layout.WGMMA.reduce(1)
+LANES = 8  # columns of scores of which a thread has two
 # A sum of p beyond it is taken for an overflow: of 2**60 times a value 2**67 are left.
 MAX_TOTAL = 2.0**60
 
@@ -78,15 +80,8 @@ def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | 
     num_keys, v_head_size = k_BTKH.shape[1], v_BTKV.shape[-1]
     tiles = tiles_of(head_size, seq=seq, cap=cap)
     tile_k, stages = tiles.num_keys, tiles.stages
-    visits = tiles_of_keys(spans, num_keys=num_keys, tile_q=tiles.num_queries, tile_k=tile_k)
-    # One tile at least, so that there always is a first one.
-    begin = jnp.minimum(visits.begin, num_keys // tile_k - 1)
-    visits = visits._replace(begin=begin, end=jnp.maximum(visits.end, begin + 1))
-
-    def operand(*shape):
-        tiled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-        return plgpu.SMEM(shape, q_BSNH.dtype, transforms=tiled)
-
+    visits = visits_of(spans, num_keys=num_keys, tiles=tiles)
+    operand = functools.partial(swizzled, dtype=q_BSNH.dtype)
     q_tile = operand(tiles.warpgroups, 64, head_size)
     if v_head_size != head_size:
         q_tile = plgpu.RefUnion(q_tile, operand(tiles.warpgroups, 64, v_head_size))
@@ -100,7 +95,7 @@ def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | 
     # Its name is the kernel's, in programs and traces.
     def flash_attention_forward(*refs, **scratch):
         group = num_heads // k_BTKH.shape[2]
-        program = _Program(*refs, **scratch, group=group, scale=scale, cap=cap, tiles=tiles)
+        program = Program(*refs, **scratch, group=group, scale=scale, cap=cap, tiles=tiles)
         run(program, tiles.warpgroups)
 
     kernel = plgpu.kernel(
@@ -133,8 +128,21 @@ def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | 
     return lax.optimization_barrier(kernel(q_BSNH, k_BTKH, v_BTKV, *spans, visits.stacked()))
 
 
+def visits_of(spans: Spans, *, num_keys: int, tiles: Tiles) -> Visits:
+    """One tile at least for each tile of queries, so that there always is a first one."""
+    tile_q, tile_k = tiles.num_queries, tiles.num_keys
+    visits = tiles_of_keys(spans, num_keys=num_keys, tile_q=tile_q, tile_k=tile_k)
+    return visits.one_at_least(num_keys // tile_k)
+
+
+def swizzled(*shape, dtype):
+    """Shared memory for tiles of operands."""
+    tiled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    return plgpu.SMEM(shape, dtype, transforms=tiled)
+
+
 @dataclasses.dataclass(frozen=True)
-class _Program:
+class Program:
     """The references of a kernel's operands, its shared memory and its barriers."""
 
     q: Any
@@ -178,8 +186,14 @@ class _Program:
         return Work(*(self.visits[row, tile, i] for i in range(4)))
 
     def copy(self):
-        """Loads the tiles of keys and values, `stages` ahead at most."""
         plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
+        self.load_tiles(0)
+
+    def load_tiles(self, num_before):
+        """Tiles of keys and values, `stages` ahead at most; returns how many there are then.
+
+        num_before: that were loaded before, for a tile of queries that is done with.
+        """
         work, (row, head, _) = self.work(), self.place()
         key_head, (stages, num_keys, _) = lax.div(head, self.group), self.k_tiles.shape
 
@@ -192,41 +206,59 @@ class _Program:
             pl.when(is_reused)(lambda: plgpu.barrier_wait(self.v_used.at[slot]))
             plgpu.copy_gmem_to_smem(self.v.at[keys], self.v_tiles.at[slot], self.v_loaded.at[slot])
 
-        pl.loop(0, work.num)(lambda i: load_tile(i, i))
+        pl.loop(0, work.num)(lambda i: load_tile(num_before + i, i))
+        num_before += work.num
         if self.tiles.keeps_reference:
             num_again = self.num_repeats() * work.num
-            pl.loop(0, num_again)(lambda i: load_tile(work.num + i, i))
+            pl.loop(0, num_again)(lambda i: load_tile(num_before + i, i))
+            num_before += num_again
+        return num_before
 
     def compute(self):
         plgpu.set_max_registers(self.tiles.registers, action="increase")
         row, head, tile = self.place()
         warpgroup = lax.axis_index("warpgroup")
-        queries = pl.ds(tile * self.tiles.num_queries + warpgroup * 64, 64)
+        queries = self.own_queries(tile)
         (q_tile, out_tile), q_loaded = self.q_and_out_tiles(), self.q_loaded.at[warpgroup]
         plgpu.copy_gmem_to_smem(self.q.at[row, queries, head], q_tile, q_loaded)
-        first, last = (
-            load(ref.at[row, queries], layout=PER_QUERY, optimized=False)
-            for ref in (self.first, self.last)
-        )
+        of_queries = self.spans_of(row, queries)
         plgpu.barrier_wait(q_loaded)
         outputs = plgpu.ACC((64, self.v.shape[-1]), jnp.float32)
-        out, largest, total = pl.run_scoped(
-            functools.partial(self.all_tiles, first=first, last=last), outputs
-        )
-        sees = last > first
-        total = jnp.where(sees, total, 1.0)
-        out *= by_row(jnp.where(sees, 1.0 / total, 0.0), out)
+        made = pl.run_scoped(functools.partial(self.all_tiles, **of_queries), outputs)
+        out, lse = self.finished(made, **of_queries)
         if self.v.shape != self.k.shape:
             # The other warpgroup's queries may lie where this one's output comes.
             plgpu.barrier_arrive(self.q_used)
             plgpu.barrier_wait(self.q_used)
-        out_tile[...] = out.astype(self.out.dtype)
-        lse_tile = self.lse_tile.at[warpgroup]
-        lse_tile[...] = jnp.where(sees, largest / LOG2_E + jnp.log(total), -jnp.inf)
+        self.store(out, lse, out_tile=out_tile, place=(row, head, queries))
+        plgpu.wait_smem_to_gmem(0)
+
+    def own_queries(self, tile):
+        """This warpgroup's of a tile."""
+        return pl.ds(tile * self.tiles.num_queries + lax.axis_index("warpgroup") * 64, 64)
+
+    def spans_of(self, row, queries) -> dict[str, Any]:
+        first, last = (
+            load(ref.at[row, queries], layout=PER_QUERY, optimized=False)
+            for ref in (self.first, self.last)
+        )
+        return dict(first=first, last=last)
+
+    def finished(self, made, *, first, last):
+        """(output, log-sum-exp) of what `all_tiles` returns."""
+        out, largest, total = made
+        sees = last > first
+        total = jnp.where(sees, total, 1.0)
+        out *= by_row(jnp.where(sees, 1.0 / total, 0.0), out)
+        return out, jnp.where(sees, largest / LOG2_E + jnp.log(total), -jnp.inf)
+
+    def store(self, out, lse, *, out_tile, place):
+        row, head, queries = place
+        lse_tile = self.lse_tile.at[lax.axis_index("warpgroup")]
+        out_tile[...], lse_tile[...] = out.astype(self.out.dtype), lse
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_tile, self.out.at[row, queries, head])
         plgpu.copy_smem_to_gmem(lse_tile, self.lse.at[row, head, queries])
-        plgpu.wait_smem_to_gmem(0)
 
     def all_tiles(self, out, *, first, last):
         """(the sum of p V, the largest score in powers of 2, the sum of p) of 64 queries.
@@ -306,14 +338,14 @@ class _Program:
             return p.astype(self.v.dtype), largest, total
 
         def step_by_reference(i, carry):
-            p, total = carry
+            p, of_lanes = carry
             slot, slot_before = (slot_of(n) for n in (i, i - 1))
             plgpu.barrier_wait(self.k_loaded.at[slot])
 
             def beside_product(ref):
                 s = self.scores_beside_product(ref, out=out, p=p, slots=(slot, slot_before))
                 p_now = jnp.exp2(s * (self.scale * LOG2_E) - by_row(largest, s))
-                return p_now.astype(self.v.dtype), total + p_now.sum(axis=1)
+                return p_now.astype(self.v.dtype), of_lanes + _sum_by_lane(p_now)
 
             carry = pl.run_scoped(beside_product, scores)
             plgpu.barrier_wait(self.v_loaded.at[slot])
@@ -323,7 +355,9 @@ class _Program:
 
         p, end_of_whole = p.astype(self.v.dtype), jnp.maximum(work.num_whole, 1)
         if keeps_reference:
-            p, total = lax.fori_loop(1, end_of_whole, step_by_reference, (p, total))
+            of_lanes = plgpu.layout_cast(jnp.zeros((64, LANES), jnp.float32), plgpu.Layout.WGMMA)
+            p, of_lanes = lax.fori_loop(1, end_of_whole, step_by_reference, (p, of_lanes))
+            total += of_lanes.sum(axis=1)
             # Now: what overflowed could be hidden when sums shrink by what tiles with a mask hold.
             self.judge(total)
             carry = p, largest, total
@@ -365,3 +399,11 @@ class _Program:
         shrink = jnp.exp2(largest_before - largest)
         p = jnp.exp2(s * (factor * LOG2_E) - by_row(largest, s))
         return p, largest, total * shrink + p.sum(axis=1), shrink
+
+
+def _sum_by_lane(p):
+    """[64, LANES]: as far as it goes without other threads."""
+    parts = [p[:, i : i + LANES] for i in range(0, p.shape[1], LANES)]
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]

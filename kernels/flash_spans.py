@@ -59,6 +59,11 @@ class Visits(NamedTuple):
     whole_begin: Any
     whole_end: Any
 
+    def one_at_least(self, num_tiles: int) -> "Visits":
+        """Of `num_tiles`: with one for each tile that would visit none."""
+        begin = jnp.minimum(self.begin, num_tiles - 1)
+        return self._replace(begin=begin, end=jnp.maximum(self.end, begin + 1))
+
     def stacked(self):
         """int32 [B, tiles, 4], as a kernel reads them."""
         return jnp.stack(self, axis=-1).astype(jnp.int32)

@@ -16,7 +16,7 @@ TENSOR_OF_ANY_SHAPE = "x"
 
 # Functions whose callers are not ours, and who calls them.
 CALLBACKS = {
-    "jaxscale/parallel/layer_gradients.py:LayerGradients._jaxpr.backward": "jax.make_jaxpr",
+    "jaxscale/parallel/layer_gradients.py:LayerGradients._closed.backward": "jax.make_jaxpr",
     "jaxscale/step/stages.py:held_out_loss.on_stage": "jax.shard_map",
     "jaxscale/step/stages.py:loss_and_gradients.on_stage": "jax.shard_map",
     "jaxscale/ops/loss.py:_cross_entropy_bwd": "jax.custom_vjp",

@@ -56,7 +56,8 @@ MOVES = ("transpose", "reshape", "reshard", "sharding_constraint")
 class LayerGradients:
     """Of `layer(weights, x, shared) -> y`, for arguments of the types of these.
 
-    weights, shared: pytrees of arrays; all that the layer reads must be among its arguments.
+    weights, shared: pytrees of arrays; all that the layer reads must be among its arguments,
+    but for constants, which are the same on each device.
     y, residuals, crossing: the types of what the functions below give.
     """
 
@@ -131,9 +132,13 @@ class LayerGradients:
 
     # The backward pass as equations.
 
-    @functools.cached_property
+    @property
     def _jaxpr(self) -> Jaxpr:
         """(weights, residuals, shared, dy) -> (dx, dweights); an evaluation never traces it."""
+        return self._closed.jaxpr
+
+    @functools.cached_property
+    def _closed(self) -> ClosedJaxpr:
         residuals = [_struct(leaf) for leaf in self.residuals]
         arguments = self._abstract_weights, residuals, self._abstract_shared, _struct(self.y)
 
@@ -154,7 +159,7 @@ class LayerGradients:
         return jax.tree.unflatten(self._weights_tree, gradients)
 
     def _split(self, jaxpr: Jaxpr) -> None:
-        (*known, dy), (dx, *dweights) = jaxpr.invars, jaxpr.outvars
+        (*known, dy), (dx, *dweights) = [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars
         # A vector's gradient is a sum over tokens: it crosses as a vector, and not as its terms.
         vectors = [var for var in dweights if _is_var(var) and len(_struct(var.aval).shape) < 2]
         self._first, _ = _needed_for([dx, *vectors], jaxpr.eqns)
@@ -169,7 +174,8 @@ class LayerGradients:
     def _environment(self, weights, residuals, *, shared, dy=None) -> dict[Var, Any]:
         """The values of what goes in; without dy, all but that."""
         values = [*jax.tree.leaves(weights), *residuals, *jax.tree.leaves(shared)]
-        env = dict(zip(self._jaxpr.invars[:-1], values, strict=True))
+        env = dict(zip(self._jaxpr.constvars, self._closed.consts, strict=True))
+        env |= dict(zip(self._jaxpr.invars[:-1], values, strict=True))
         return env if dy is None else env | {self._jaxpr.invars[-1]: dy}
 
 
@@ -212,8 +218,8 @@ def _cheap(eqns: list[JaxprEqn], *, known: list[Var]) -> set[Var]:
     return cheap - set(known)
 
 
-def _flat(closed: ClosedJaxpr) -> Jaxpr:
-    """The equations with calls taken apart, without constants."""
+def _flat(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The equations with calls taken apart."""
 
     def evaluate(*args):
         env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
@@ -221,9 +227,7 @@ def _flat(closed: ClosedJaxpr) -> Jaxpr:
         _evaluate(closed.jaxpr.eqns, env, inlines=True)
         return [_read(env, var) for var in closed.jaxpr.outvars]
 
-    flat = jax.make_jaxpr(evaluate)(*(_struct(var.aval) for var in closed.jaxpr.invars))
-    assert not flat.consts, "a constant of the layer: pass it in `shared`"
-    return flat.jaxpr
+    return jax.make_jaxpr(evaluate)(*(_struct(var.aval) for var in closed.jaxpr.invars))
 
 
 def _read(env: dict[Var, Any], var):

@@ -13,6 +13,7 @@ import pytest
 from jaxscale.kernels import (
     flash_attention,
     flash_backward_keys,
+    flash_dealt,
     flash_forward,
     flash_spans,
     hopper,
@@ -36,6 +37,7 @@ CASES = {
     "no whole tiles": (200, 2, 2, [120, 70], None),
     "three tiles of 128": (384, 1, 1, [384], None),
     "nothing but padding": (256, 1, 1, [], None),
+    "padding, shared keys": (512, 2, 1, [300], None),
 }
 
 
@@ -50,10 +52,11 @@ def operands(name, sizes=(64, 64)):
     return arrays, np.pad(row, (0, seq - len(row)))[None].astype(np.int32), window
 
 
-def forward(q, k, v, segments, window=None, cap=None):
+def forward(q, k, v, segments, window=None, cap=None, **options: Any):
     spans = flash_spans.of_segments(segments, window=window)
+    options |= dict(spans=spans, scale=q.shape[-1] ** -0.5, cap=cap)
     with interpreted():
-        found = flash_attention._forward(q, k, v, spans=spans, scale=q.shape[-1] ** -0.5, cap=cap)
+        found = flash_attention._forward(q, k, v, **options)
         return [np.asarray(x, np.float64) for x in found]
 
 
@@ -126,10 +129,10 @@ def test_scores_far_above_those_of_the_first_tile(powers, rows):
     assert_forward_is(found, expected(q, k, v, segments))
 
 
-def gradients(name, sizes=(64, 64), **options: Any):
+def gradients(name, sizes=(64, 64), max_documents=8, **options: Any):
     """(ours, those of XLA in float32) of q, k and v."""
     (*qkv, cotangent), segments, window = operands(name, sizes)
-    documents = documents_of(segments, segments, max_documents=8)
+    documents = documents_of(segments, segments, max_documents=max_documents)
     options |= dict(documents=documents, scale=sizes[0] ** -0.5, window=window)
     with interpreted():
         attention = functools.partial(flash_attention.attention, **options)
@@ -161,6 +164,51 @@ def test_backward_with_a_cap_and_of_other_head_sizes(sizes, deterministic):
     assert_gradients_are(*gradients("no whole tiles", sizes, cap=cap, deterministic=deterministic))
 
 
+@pytest.fixture
+def two_programs(monkeypatch):
+    """That stay, so that each has several tiles."""
+    if not IS_GPU:
+        monkeypatch.setattr(flash_dealt, "PROGRAMS", 2)
+
+
+ONE_DOCUMENT = ("one document", "padding, shared keys", "nothing but padding")
+
+
+@pytest.mark.parametrize("name", ONE_DOCUMENT)
+def test_rows_of_one_document_forward(name, two_programs):
+    (q, k, v, _), segments, _ = operands(name)
+    found = forward(q, k, v, segments, is_one_document=True)
+    assert_forward_is(found, expected(q, k, v, segments))
+
+
+@pytest.mark.parametrize("powers", [100.0, 300.0])
+def test_rows_of_one_document_with_scores_far_above_those_of_the_first_tile(powers, two_programs):
+    q, k, v, segments = with_scores_above(powers)
+    found = forward(q, k, v, segments, is_one_document=True)
+    assert_forward_is(found, expected(q, k, v, segments))
+
+
+@pytest.mark.parametrize("name", ONE_DOCUMENT)
+def test_rows_of_one_document_backward(name, two_programs):
+    assert_gradients_are(*gradients(name, max_documents=1))
+
+
+def test_tiles_are_dealt_once_and_evenly():
+    rows, heads, tiles = 4, 16, 16
+    ends = jnp.broadcast_to(4 * jnp.arange(1, 1 + tiles), (rows, tiles))
+    visits = flash_spans.Visits(0 * ends, ends, 0 * ends, ends - 4)
+    steps = [4 * (tile + 1) for tile in range(tiles)]
+    table, counts = flash_dealt.deal(visits, num_heads=heads, steps=steps, overhead=4)
+    table = np.asarray(table)
+    own = [items[:count] for items, count in zip(table, np.asarray(counts), strict=True)]
+    places = {tuple(item[:3]) for items in own for item in items}
+    assert len(places) == sum(map(len, own)) == rows * heads * tiles
+    assert all((items[count:] == 0).all() for items, count in zip(table, counts, strict=True))
+    assert all((items[:, 4] == 4 * (items[:, 2] + 1)).all() for items in own)
+    busy = [(items[:, 4] + 4).sum() for items in own]
+    assert max(busy) < 1.03 * np.mean(busy)
+
+
 @pytest.mark.skipif(IS_GPU, reason="a GPU looks for no races")
 def test_ds_that_is_written_before_it_was_read_is_found(monkeypatch):
     def hand_over(self, ds, slot):
@@ -169,7 +217,7 @@ def test_ds_that_is_written_before_it_was_read_is_found(monkeypatch):
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.here.ds_made.at[slot])
 
-    monkeypatch.setattr(flash_backward_keys._OfKeys, "hand_over", hand_over)
+    monkeypatch.setattr(flash_backward_keys.OfKeys, "hand_over", hand_over)
     with pytest.raises(AssertionError):
         gradients("one document")
 

@@ -14,9 +14,13 @@ POLICIES = {
 }
 
 
+# An array that is none of the layer's arguments, as the tables of a kernel are.
+CONSTANT = np.linspace(0.5, 1.5, 8, dtype=np.float32)
+
+
 def layer(weights, x, shared):
     up, down, scale = weights["up"], weights["down"], weights["scale"]
-    h = jnp.tanh((x * scale) @ up) * shared[:, None]
+    h = jnp.tanh((x * scale * CONSTANT.astype(x.dtype)) @ up) * shared[:, None]
     return x + jax.nn.silu(h) @ down
 
 

@@ -1,0 +1,121 @@
+"""Flash attention's dk, dv and dq for Hopper, at head size 64 and of rows of one document.
+
+The programs are those of `flash_backward_keys`, `WIDE`, but go from tile to tile of keys, as
+`flash_dealt` deals them out: keys and values lie twice in shared memory, and the next one's come,
+with its first tiles of queries, while one ends.
+
+B rows, S queries, T keys, N query heads, K key heads, H head size.
+"""
+
+import copy
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxscale.kernels import flash_dealt
+from jaxscale.kernels.flash_backward_keys import (
+    REGISTERS,
+    REGISTERS_TO_COPY,
+    TILE_K,
+    WIDE,
+    OfKeys,
+    scratch_of,
+)
+from jaxscale.kernels.flash_dealt import Dealt, Item, deal
+from jaxscale.kernels.flash_scores import Scores, wait_if
+from jaxscale.kernels.flash_spans import Spans, tiles_of_queries
+from jaxscale.kernels.hopper import WARPGROUPS, run
+
+SLOTS = 2  # tiles of keys
+OVERHEAD = 2  # of a tile of keys, in tiles of queries
+
+
+def of_keys(operands, begins, *, spans: Spans, scores: Scores, dq):
+    """As that of `flash_backward_keys`, with `WIDE`: [dk, dv], and dq in a reference."""
+    q_BSNH, k_BTKH, v_BTKH, _ = operands
+    num_keys, num_key_heads = k_BTKH.shape[1:3]
+    group, tile_q = q_BSNH.shape[2] // num_key_heads, WIDE.num_queries
+    visits = tiles_of_queries(spans, num_keys=num_keys, tile_q=tile_q, tile_k=TILE_K)
+    steps = [group * num for num in range(q_BSNH.shape[1] // tile_q, 0, -1)]
+    # One tile at least: the zeros before the first step are waited for in it.
+    visits = visits.one_at_least(q_BSNH.shape[1] // tile_q)
+    dealt = deal(visits, num_heads=num_key_heads, steps=steps, overhead=OVERHEAD)
+
+    def flash_attention_backward(*refs, keys_used, **scratch):
+        *read, table, counts, dq, dk, dv = refs
+        options = dict(part=WIDE, group=group, scores=scores, has_dq=True)
+        program = _Staying(*read, None, dq, dk, dv, **options, **scratch)
+        program.dealt, program.keys_used = Dealt(table, counts), keys_used
+        run(program)
+
+    kernel = plgpu.kernel(
+        flash_attention_backward,
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BTKH, v_BTKH)],
+        scratch_types=dict(
+            **scratch_of(operands, part=WIDE, has_dq=True, slots=(SLOTS,)),
+            keys_used=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
+        ),
+        grid=(flash_dealt.PROGRAMS,),
+        grid_names=("program",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )
+    return kernel(*operands, *begins, *spans, *dealt, dq)
+
+
+class _Staying(OfKeys):
+    """Steps, and tiles of ds, are counted on from one tile of keys to the next."""
+
+    dealt: Dealt
+    keys_used: Any
+    item: Item
+
+    def place(self):
+        return self.item[:3]
+
+    def read_work(self):
+        return None  # of no tile yet
+
+    def at(self, n, first_step) -> "_Staying":
+        """The program of its nth tile of keys."""
+        program, slot = copy.copy(self), lax.rem(n, SLOTS)
+        program.item = self.dealt.item(n)
+        program.remembered = program.item.work
+        # Each tile of keys before had one of ds more than steps.
+        program.first_step, program.first_ds = first_step, first_step + n + 1
+        tiles = {name: getattr(self.here, name).at[slot] for name in ("k_tile", "v_tile")}
+        program.here = dataclasses.replace(self.here, **tiles)
+        return program
+
+    def copy(self):
+        plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
+
+        def one(n, first_step):
+            program, slot = self.at(n, first_step), lax.rem(n, SLOTS)
+            wait_if(n >= SLOTS, self.keys_used.at[slot])
+            program.load(self.here.keys_loaded.at[slot])
+            return first_step + program.num_steps()
+
+        lax.fori_loop(0, self.dealt.num(), one, jnp.int32(0))
+
+    def compute(self):
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        self.offer_ds()
+
+        def one(n, first_step):
+            program, slot = self.at(n, first_step), lax.rem(n, SLOTS)
+            program.make(self.here.keys_loaded.at[slot])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.keys_used.at[slot])
+            return first_step + program.num_steps()
+
+        lax.fori_loop(0, self.dealt.num(), one, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    def add_last_dq(self, num_steps):
+        self.add_dq(num_steps - 1)

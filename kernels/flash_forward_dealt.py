@@ -1,0 +1,177 @@
+"""Flash attention for Hopper, forward, at head size 64 and of rows of one document.
+
+The programs are `flash_forward`'s that need most tiles' maxima not, but go from tile to tile of
+queries, as `flash_dealt` deals them out: the next one's queries, keys and values come while one
+ends.
+
+B rows, S queries, T keys, N query heads, K key heads, H head size.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxscale.kernels import flash_dealt
+from jaxscale.kernels.flash_dealt import Dealt, deal
+from jaxscale.kernels.flash_forward import (
+    REGISTERS_TO_COPY,
+    Program,
+    swizzled,
+    tiles_of,
+    visits_of,
+)
+from jaxscale.kernels.flash_spans import Spans
+from jaxscale.kernels.hopper import run
+
+# Tiles of queries, and what warpgroups tell each other of one. None is two ahead of another: each
+# waits for all of them before a tile ends.
+SLOTS = 2
+OVERHEAD = 4  # of a tile of queries, in tiles of keys; what a trace of the forms without it says
+
+
+def is_for(head_size: int, *, seq: int, cap: float | None) -> bool:
+    return tiles_of(head_size, seq=seq, cap=cap).keeps_reference
+
+
+def forward(q_BSNH, k_BSKH, v_BSKH, *, spans: Spans, scale: float):
+    """As `flash_forward.forward`, where `is_for`."""
+    rows, seq, num_heads, head_size = q_BSNH.shape
+    tiles = tiles_of(head_size, seq=seq, cap=None)
+    visits = visits_of(spans, num_keys=k_BSKH.shape[1], tiles=tiles)
+    steps = [-(-(i + 1) * tiles.num_queries // tiles.num_keys) for i in range(visits.end.shape[1])]
+    dealt = deal(visits, num_heads=num_heads, steps=steps, overhead=OVERHEAD)
+    operand = functools.partial(swizzled, dtype=q_BSNH.dtype)
+    loaded = plgpu.Barrier(num_barriers=tiles.stages)
+    used = plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=tiles.stages)
+    of_slots = plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=SLOTS)
+
+    def flash_attention_forward(*refs, **scratch):
+        operands, dealt, made = refs[:5], Dealt(*refs[5:7]), refs[7:]
+        # No visits but those of `dealt`.
+        refs, group = (*operands, None, *made), num_heads // k_BSKH.shape[2]
+        program = _Staying(
+            *refs, **scratch, group=group, scale=scale, cap=None, tiles=tiles, dealt=dealt
+        )
+        run(program, tiles.warpgroups)
+
+    kernel = plgpu.kernel(
+        flash_attention_forward,
+        out_type=[
+            jax.ShapeDtypeStruct(q_BSNH.shape, q_BSNH.dtype),
+            jax.ShapeDtypeStruct((rows, num_heads, seq), jnp.float32),
+        ],
+        scratch_types=dict(
+            q_tile=operand(SLOTS, tiles.warpgroups, 64, head_size),
+            k_tiles=operand(tiles.stages, tiles.num_keys, head_size),
+            v_tiles=operand(tiles.stages, tiles.num_keys, head_size),
+            lse_tile=plgpu.SMEM((tiles.warpgroups, 64), jnp.float32),
+            q_loaded=of_slots,
+            q_used=of_slots,
+            k_loaded=loaded,
+            v_loaded=loaded,
+            k_used=used,
+            v_used=used,
+            totals=plgpu.SMEM((SLOTS, tiles.warpgroups), jnp.float32),
+            judged=of_slots,
+        ),
+        grid=(flash_dealt.PROGRAMS,),
+        grid_names=("program",),
+        num_threads=tiles.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    # As in `flash_forward`.
+    return lax.optimization_barrier(kernel(q_BSNH, k_BSKH, v_BSKH, *spans, *dealt))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Staying(Program):
+    """Tiles of keys are counted on from one tile of queries to the next."""
+
+    _: dataclasses.KW_ONLY
+    dealt: Dealt
+    item: Any = None  # `Item`
+
+    def place(self):
+        return self.item[:3]
+
+    def work(self):
+        return self.item.work
+
+    def at(self, n, item) -> "_Staying":
+        """The program of one tile of queries, its nth."""
+        slot = lax.rem(n, SLOTS)
+        own = {name: getattr(self, name).at[slot] for name in ("q_tile", "totals", "judged")}
+        return dataclasses.replace(self, item=item, **own)
+
+    def copy(self):
+        plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
+
+        def one(n, num_before):
+            here, slot = self.at(n, self.dealt.item(n)), lax.rem(n, SLOTS)
+            row, head, tile = here.place()
+            pl.when(n >= SLOTS)(lambda: plgpu.barrier_wait(self.q_used.at[slot]))
+            for warpgroup in range(self.tiles.warpgroups):
+                queries = pl.ds(tile * self.tiles.num_queries + warpgroup * 64, 64)
+                target = here.q_tile.at[warpgroup]
+                plgpu.copy_gmem_to_smem(
+                    self.q.at[row, queries, head], target, self.q_loaded.at[slot]
+                )
+            return here.load_tiles(num_before)
+
+        lax.fori_loop(0, self.dealt.num(), one, jnp.int32(0))
+
+    def compute(self):
+        plgpu.set_max_registers(self.tiles.registers, action="increase")
+
+        def one(n, carry):
+            num_before, item = carry
+            next_item = self.dealt.item(n + 1)
+            here = self.at(n, item)
+            row, head, tile = here.place()
+            queries = self.own_queries(tile)
+            of_queries = self.spans_of(row, queries)
+            plgpu.barrier_wait(self.q_loaded.at[lax.rem(n, SLOTS)])
+
+            # The tile before has been stored by now.
+            @pl.when(n > 0)
+            def give_back():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(self.q_used.at[lax.rem(n - 1, SLOTS)])
+
+            passes = functools.partial(here.passes, num_before=num_before, **of_queries)
+            outputs = plgpu.ACC((64, self.v.shape[-1]), jnp.float32)
+            *made, repeats = pl.run_scoped(passes, outputs)
+            out_tile = here.q_tile.at[lax.axis_index("warpgroup")]
+            finished = self.finished(made, **of_queries)
+            self.store(*finished, out_tile=out_tile, place=(row, head, queries))
+            return num_before + item.work.num * (1 + repeats), next_item
+
+        lax.fori_loop(0, self.dealt.num(), one, (jnp.int32(0), self.dealt.item(0)))
+        plgpu.wait_smem_to_gmem(0)
+
+    def passes(self, out, *, num_before, **of_queries):
+        """As `all_tiles`, and how often it was done again."""
+        num_tiles = self.work().num
+
+        def one_pass(num_before, **options):
+            _, *statistics = self.one_pass(out, num_before=num_before, **options, **of_queries)
+            last = lax.rem(num_before + num_tiles - 1, self.tiles.stages)
+            plgpu.barrier_arrive(self.v_used.at[last])
+            return statistics
+
+        def again(_, statistics):
+            del statistics
+            out[...] = jnp.zeros_like(out[...])
+            return one_pass(num_before + num_tiles)
+
+        statistics = one_pass(num_before, keeps_reference=True)
+        repeats = self.num_repeats()
+        statistics = lax.fori_loop(0, repeats, again, statistics)
+        return out[...], *statistics, repeats

@@ -27,12 +27,13 @@ from jaxscale.perf.provenance import ROOT
 from jaxscale.perf.records import RATE, Record
 
 VERSION = "0.2.2"
-# The sizes of Llama 3 that torchtitan has, all of this vocabulary.
-SIZES = ("model_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim")
+# The sizes of Llama 3 that torchtitan has, all of this vocabulary. Of fewer layers they are its
+# too, by `torchtitan_extension`.
+SIZES = ("model_dim", "num_heads", "num_kv_heads", "mlp_dim", "num_layers")
 FLAVORS = {
-    "8B": (4096, 32, 32, 8, 14_336),
-    "70B": (8192, 80, 64, 8, 28_672),
-    "405B": (16_384, 126, 128, 8, 53_248),
+    "8B": (4096, 32, 8, 14_336, 32),
+    "70B": (8192, 64, 8, 28_672, 80),
+    "405B": (16_384, 128, 8, 53_248, 126),
 }
 VOCAB_SIZE = 128_256
 # A line of torchtitan's log is the mean of so many steps: a line costs it a wait for the GPU.
@@ -105,16 +106,23 @@ def flavor_of(model: Any) -> str:
         raise ValueError(
             f"config.model is a {type(model).__module__}, and the peer is asked for Llama 3 only"
         )
-    sizes = tuple(getattr(model, key) for key in SIZES)
-    flavor = next((name for name, known in FLAVORS.items() if known == sizes), None)
+    *widths, num_layers = sizes = [getattr(model, key) for key in SIZES]
+    flavor = next(
+        (
+            name if num_layers == most else f"{name}_{num_layers}layers"
+            for name, (*known, most) in FLAVORS.items()
+            if known == widths and num_layers <= most
+        ),
+        None,
+    )
     odd = [f"config.model.{key}={getattr(model, key)!r}" for key in _unlike_llama_3(model)]
     if flavor is not None and not odd:
         return flavor
     known = "; ".join(f"{name}: {', '.join(map(str, sizes))}" for name, sizes in FLAVORS.items())
     raise ValueError(
         f"torchtitan has no Llama 3 with {(odd or [', '.join(map(str, sizes))])[0]}. It has, by "
-        f"{', '.join(SIZES)}: {known}, with a vocabulary of {VOCAB_SIZE} and no further options; "
-        "take configs/llama3_8b.py or configs/llama3_70b.py"
+        f"{', '.join(SIZES)}: {known}, or fewer layers, with a vocabulary of {VOCAB_SIZE} and no "
+        "further options; take configs/llama3_8b.py or configs/llama3_70b.py"
     )
 
 
@@ -270,7 +278,8 @@ def command_of(config: Config, options: Options, *, num_gpus: int, text: Path) -
         settings |= _stages_of(config, sizes)
     if sizes["context"] > 1:
         settings["parallelism.context_parallel_degree"] = sizes["context"]
-    if sizes["stage"] > 1 or sizes["context"] > 1:
+    has_fewer_layers = settings["model.flavor"] not in FLAVORS
+    if sizes["stage"] > 1 or sizes["context"] > 1 or has_fewer_layers:
         settings["experimental.custom_import"] = EXTENSION.stem
     return [
         *_launcher(options.python, num_gpus=num_gpus),

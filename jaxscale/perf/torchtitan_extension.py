@@ -7,9 +7,13 @@ Two of torchtitan's settings have no effect where the comparison needs them:
   products and messages too. Here the stage is sharded by torchtitan's own function over a group of
   one, where PyTorch casts and communicates nothing (its fast path for world size 1).
 - `parallelism.context_parallel_rotate_method`, which only validation reads.
+
+And its models can have fewer layers: `8B_16layers` is its 8B with 16 of them, for GPUs that do not
+hold all.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -45,7 +49,21 @@ def parallelize(model: Any, *of_the_run: Any) -> Any:
     return model
 
 
+def with_fewer_layers(model_args: Mapping[str, Any]) -> dict[str, Any]:
+    """These and each with any smaller number of layers."""
+    fewer = {
+        f"{name}_{num_layers}layers": dataclasses.replace(args, n_layers=num_layers)
+        for name, args in model_args.items()
+        for num_layers in range(1, args.n_layers)
+    }
+    return {**model_args, **fewer}
+
+
 # A specification of one's own comes before torchtitan's of the same name.
-register_train_spec(
-    "llama3", dataclasses.replace(get_train_spec("llama3"), parallelize_fn=parallelize)
+specification = get_train_spec("llama3")
+specification = dataclasses.replace(
+    specification,
+    parallelize_fn=parallelize,
+    model_args=with_fewer_layers(specification.model_args),
 )
+register_train_spec("llama3", specification)

@@ -109,12 +109,20 @@ def test_a_llama_config_has_the_name_that_torchtitan_gives_it(file, flavor):
 
 
 @loads_a_config
+def test_of_fewer_layers_it_is_the_extensions(tmp_path):
+    told = command_of(tmp_path, "model.num_layers=16", "scan_unroll=16", "mesh.fsdp=2")
+    assert told["model.flavor"] == "8B_16layers"
+    assert told["experimental.custom_import"] == "torchtitan_extension"
+    assert "experimental.custom_import" not in command_of(tmp_path, "mesh.fsdp=2")
+
+
+@loads_a_config
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
         (
-            ["--config.model.num_layers=16", "--config.scan_unroll=1"],
-            "no Llama 3 with 4096, 16, 32, 8, 14336. It has, by model_dim, .*8B: 4096, 32",
+            ["--config.model.num_layers=33", "--config.scan_unroll=1"],
+            "no Llama 3 with 4096, 32, 8, 14336, 33. It has, by model_dim, .*8B: 4096, 32",
         ),
         (["--config.model.tie_embeddings"], "no Llama 3 with config.model.tie_embeddings=True"),
         (["--config.model.head_size", "64"], "no Llama 3 with config.model.head_size=64"),
@@ -234,6 +242,11 @@ def extension(monkeypatch):
     @dataclasses.dataclass
     class Specification:
         parallelize_fn: object
+        model_args: dict
+
+    @dataclasses.dataclass
+    class Sizes:
+        n_layers: int
 
     module(
         "torch.distributed.tensor.experimental._attention",
@@ -247,12 +260,14 @@ def extension(monkeypatch):
     )
     module(
         "torchtitan.protocols.train_spec",
-        get_train_spec=lambda name: Specification(None),
+        get_train_spec=lambda name: Specification(None, {"8B": Sizes(3)}),
         register_train_spec=record,
     )
     loaded = load(torchtitan.EXTENSION)
     [(name, registered)] = calls
     assert name == "llama3" and registered.parallelize_fn is loaded.parallelize
+    layers = {name: args.n_layers for name, args in registered.model_args.items()}
+    assert layers == {"8B": 3, "8B_1layers": 1, "8B_2layers": 2}
     calls.clear()
     return loaded.parallelize, calls
 

@@ -92,6 +92,8 @@ CASES = {
     "packed_stdlib": Case(2, 8192, lengths=standard_library),
     "window_32k": Case(1, 32768, window=1024),
     "head_64": Case(4, 4096, heads=16, kv_heads=16, head_size=64),
+    "head_64_8k": Case(2, 8192, head_size=64),
+    "head_64_packed": Case(2, 8192, head_size=64, lengths=log_normal),
     "head_256": Case(2, 8192, heads=16, kv_heads=8, head_size=256),
     "gemma_2": Case(2, 8192, heads=16, kv_heads=8, head_size=256, cap=50.0),
     "latent": Case(1, 8192, heads=16, kv_heads=16, head_size=192, v_head_size=128),

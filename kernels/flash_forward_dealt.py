@@ -32,7 +32,7 @@ from jaxscale.kernels.hopper import run
 # Tiles of queries, and what warpgroups tell each other of one. None is two ahead of another: each
 # waits for all of them before a tile ends.
 SLOTS = 2
-OVERHEAD = 4  # of a tile of queries, in tiles of keys; what a trace of the forms without it says
+OVERHEAD = 4  # of a tile of queries, in tiles of keys
 
 
 def is_for(head_size: int, *, seq: int, cap: float | None) -> bool:

@@ -218,7 +218,7 @@ class Program:
         plgpu.set_max_registers(self.tiles.registers, action="increase")
         row, head, tile = self.place()
         warpgroup = lax.axis_index("warpgroup")
-        queries = self.own_queries(tile)
+        queries = self.queries_of(tile, warpgroup)
         (q_tile, out_tile), q_loaded = self.q_and_out_tiles(), self.q_loaded.at[warpgroup]
         plgpu.copy_gmem_to_smem(self.q.at[row, queries, head], q_tile, q_loaded)
         of_queries = self.spans_of(row, queries)
@@ -233,9 +233,9 @@ class Program:
         self.store(out, lse, out_tile=out_tile, place=(row, head, queries))
         plgpu.wait_smem_to_gmem(0)
 
-    def own_queries(self, tile):
-        """This warpgroup's of a tile."""
-        return pl.ds(tile * self.tiles.num_queries + lax.axis_index("warpgroup") * 64, 64)
+    def queries_of(self, tile, warpgroup):
+        """A warpgroup's of a tile."""
+        return pl.ds(tile * self.tiles.num_queries + warpgroup * 64, 64)
 
     def spans_of(self, row, queries) -> dict[str, Any]:
         first, last = (

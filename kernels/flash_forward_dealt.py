@@ -118,7 +118,7 @@ class _Staying(Program):
             row, head, tile = here.place()
             pl.when(n >= SLOTS)(lambda: plgpu.barrier_wait(self.q_used.at[slot]))
             for warpgroup in range(self.tiles.warpgroups):
-                queries = pl.ds(tile * self.tiles.num_queries + warpgroup * 64, 64)
+                queries = self.queries_of(tile, warpgroup)
                 target = here.q_tile.at[warpgroup]
                 plgpu.copy_gmem_to_smem(
                     self.q.at[row, queries, head], target, self.q_loaded.at[slot]
@@ -135,7 +135,7 @@ class _Staying(Program):
             next_item = self.dealt.item(n + 1)
             here = self.at(n, item)
             row, head, tile = here.place()
-            queries = self.own_queries(tile)
+            queries = self.queries_of(tile, lax.axis_index("warpgroup"))
             of_queries = self.spans_of(row, queries)
             plgpu.barrier_wait(self.q_loaded.at[lax.rem(n, SLOTS)])
 

@@ -86,14 +86,10 @@ def attention(
     window: a token sees itself and the `window - 1` before it. cap: scores become
     cap * tanh(score / cap), by the GPU's own tanh, which is right to 5e-4 of itself. deterministic:
     the backward pass gives the same bits each time, for two products more up to head size 128 and
-    for nothing beyond. Where `documents` can be one a row, and no window is there, head size 64 has
-    programs of its own (`flash_dealt.py`). Returns [B, S, N, V] in the input dtype; statistics are
-    float32.
+    for nothing beyond. Returns [B, S, N, V] in the input dtype; statistics are float32.
     """
     spans = flash_spans.of_segments(documents.segments_BS, window=window)
-    is_one_document = documents.lengths_BM.shape[1] == 1 and window is None
-    options = _Options(scale, cap, deterministic, is_one_document)
-    return _attention(q_BSNH, k_BTKH, v_BTKV, spans, options)
+    return _attention(q_BSNH, k_BTKH, v_BTKV, spans, _Options(scale, cap, deterministic))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +97,10 @@ class _Options:
     scale: float
     cap: float | None
     deterministic: bool
-    is_one_document: bool
 
     @property
     def of_scores(self) -> dict[str, Any]:
-        return dict(scale=self.scale, cap=self.cap, is_one_document=self.is_one_document)
+        return dict(scale=self.scale, cap=self.cap)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -176,25 +171,13 @@ def partial_backward(
 # Of any length.
 
 
-def _forward(
-    q_BSNH,
-    k_BTKH,
-    v_BTKV,
-    *,
-    spans: Spans,
-    scale: float,
-    cap: float | None = None,
-    is_one_document: bool = False,
-):
-    seq, head_size = q_BSNH.shape[1], q_BSNH.shape[-1]
+def _forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | None = None):
+    seq = q_BSNH.shape[1]
     q_BSNH, k_BTKH, v_BTKV = (_padded(x) for x in (q_BSNH, k_BTKH, v_BTKV))
     spans = spans.padded(q_BSNH.shape[1] - seq)
-    options: dict[str, Any] = dict(spans=spans, scale=scale)
-    if is_one_document and flash_forward_dealt.is_for(head_size, seq=q_BSNH.shape[1], cap=cap):
-        make = flash_forward_dealt.forward
-    else:
-        make = functools.partial(flash_forward.forward, cap=cap)
-    out_BSNV, lse_BNS = make(q_BSNH, k_BTKH, v_BTKV, **options)
+    is_dealt = flash_forward_dealt.is_for(q_BSNH.shape[-1], v_BTKV.shape[-1])
+    make = flash_forward_dealt.forward if is_dealt else flash_forward.forward
+    out_BSNV, lse_BNS = make(q_BSNH, k_BTKH, v_BTKV, spans=spans, scale=scale, cap=cap)
     return out_BSNV[:, :seq], lse_BNS[..., :seq]
 
 
@@ -210,7 +193,6 @@ def _backward(
     scale: float,
     in_order: bool,
     cap: float | None = None,
-    is_one_document: bool = False,
 ):
     seq, num_keys = q_BSNH.shape[1], k_BTKH.shape[1]
     seen_BNS = jnp.einsum("BSNV,BSNV->BNS", out_BSNV, grad_BSNV, preferred_element_type=jnp.float32)
@@ -225,7 +207,6 @@ def _backward(
         scale=scale,
         cap=cap,
         in_order=in_order,
-        is_one_document=is_one_document,
     )
     return dq_BSNH[:, :seq], dk_BTKH[:, :num_keys], dv_BTKV[:, :num_keys]
 

@@ -21,7 +21,6 @@ from jaxscale.kernels import flash_backward_dealt
 from jaxscale.kernels.flash_backward_keys import (
     MAX_HEAD_SIZE_OF_FIVE,
     WHOLE,
-    WIDE,
     of_keys,
     parts_of,
 )
@@ -42,13 +41,11 @@ def backward(
     scale: float,
     in_order: bool,
     cap: float | None = None,
-    is_one_document: bool = False,
 ):
     """dq, dk and dv, in the input dtypes.
 
     lse_BNS: the log-sum-exp of the scores, float32, finite where a query sees nothing. seen_BNS:
     the sum over V of output and grad_BSNV, float32. in_order: sums are made in one order.
-    is_one_document: a row is one document, but for padding.
     """
     operands = q_BSNH, k_BTKH, v_BTKV, grad_BSNV
     scores = Scores(scale, cap)
@@ -70,10 +67,7 @@ def backward(
 
     # No cap: of 128 queries a step none was timed.
     is_wide = head_size == 64 and cap is None
-    if is_wide and is_one_document:
-        make = flash_backward_dealt.of_keys
-    else:
-        make = functools.partial(of_keys, part=WIDE if is_wide else WHOLE)
+    make = flash_backward_dealt.of_keys if is_wide else functools.partial(of_keys, part=WHOLE)
 
     def adding(dq_dk_dv):
         dq, dk, dv = dq_dk_dv

@@ -1,4 +1,4 @@
-"""Flash attention's dk, dv and dq for Hopper, at head size 64 and of rows of one document.
+"""Flash attention's dk, dv and dq for Hopper, at head size 64.
 
 The programs are those of `flash_backward_keys`, `WIDE`, but go from tile to tile of keys, as
 `flash_dealt` deals them out: keys and values lie twice in shared memory, and the next one's come,
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels import flash_dealt
 from jaxscale.kernels.flash_backward_keys import (
     REGISTERS,
     REGISTERS_TO_COPY,
@@ -31,25 +30,23 @@ from jaxscale.kernels.flash_spans import Spans, tiles_of_queries
 from jaxscale.kernels.hopper import WARPGROUPS, run
 
 SLOTS = 2  # tiles of keys
-OVERHEAD = 2  # of a tile of keys, in tiles of queries
 
 
 def of_keys(operands, begins, *, spans: Spans, scores: Scores, dq):
-    """As that of `flash_backward_keys`, with `WIDE`: [dk, dv], and dq in a reference."""
+    """As that of `flash_backward_keys`: [dk, dv], and dq in a reference."""
     q_BSNH, k_BTKH, v_BTKH, _ = operands
     num_keys, num_key_heads = k_BTKH.shape[1:3]
     group, tile_q = q_BSNH.shape[2] // num_key_heads, WIDE.num_queries
     visits = tiles_of_queries(spans, num_keys=num_keys, tile_q=tile_q, tile_k=TILE_K)
-    steps = [group * num for num in range(q_BSNH.shape[1] // tile_q, 0, -1)]
     # One tile at least: the zeros before the first step are waited for in it.
     visits = visits.one_at_least(q_BSNH.shape[1] // tile_q)
-    dealt = deal(visits, num_heads=num_key_heads, steps=steps, overhead=OVERHEAD)
+    dealt = deal(visits, num_heads=num_key_heads, masked_cost=1.0)
 
     def flash_attention_backward(*refs, keys_used, **scratch):
-        *read, table, counts, dq, dk, dv = refs
+        *read, table, dq, dk, dv = refs
         options = dict(part=WIDE, group=group, scores=scores, has_dq=True)
         program = _Staying(*read, None, dq, dk, dv, **options, **scratch)
-        program.dealt, program.keys_used = Dealt(table, counts), keys_used
+        program.dealt, program.keys_used = Dealt(table, dealt.num_items), keys_used
         run(program)
 
     kernel = plgpu.kernel(
@@ -59,13 +56,13 @@ def of_keys(operands, begins, *, spans: Spans, scores: Scores, dq):
             **scratch_of(operands, part=WIDE, has_dq=True, slots=(SLOTS,)),
             keys_used=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
         ),
-        grid=(flash_dealt.PROGRAMS,),
+        grid=(dealt.num_programs,),
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
-    return kernel(*operands, *begins, *spans, *dealt, dq)
+    return kernel(*operands, *begins, *spans, dealt.table, dq)
 
 
 class _Staying(OfKeys):
@@ -77,9 +74,6 @@ class _Staying(OfKeys):
 
     def place(self):
         return self.item[:3]
-
-    def read_work(self):
-        return None  # of no tile yet
 
     def at(self, n, first_step) -> "_Staying":
         """The program of its nth tile of keys."""

@@ -5,8 +5,9 @@ tiles of queries, of all heads that share the key head, which see them. Five pro
 (transposed, so that p and ds stay in registers as operands), dv, dk, and dq, whose part is added in
 float32 to what other programs add. dq of a tile is made one tile late: ds crosses from one
 warpgroup to the other, and neither waits for it. What a warpgroup does between products runs beside
-a product of its own: p beside dp, ds beside dv, the addition of dq beside dk. At head size 64 steps
-are of 128 queries, and dq of 64 is made by each warpgroup (`Part.is_wide`).
+a product of its own: p beside dp, ds beside dv, the addition of dq beside dk. At head size 64
+programs go on from tile to tile (`flash_backward_dealt.py`), steps are of 128 queries, and dq of 64
+is made by each warpgroup (`Part.is_wide`).
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
@@ -104,9 +105,7 @@ def of_keys(operands, begins, *, spans: Spans, scores: Scores, part: Part, dq):
         grid_names=("head", "tile", "row"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=part.is_wide
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     added_to = () if dq is None else (dq,)
     return kernel(*operands, *begins, *spans, visits.stacked(), *added_to)
@@ -174,7 +173,7 @@ class OfKeys:
         )
         self.part, self.group, self.scores = part, group, scores
         self.here = Scratch(**scratch)
-        self.remembered = self.read_work() if part.is_wide else None
+        self.remembered: Work | None = None
         # Where slots in shared memory are counted from; step -1 is the zeros before the first.
         self.first_step, self.first_ds = 0, part.num_ds
 
@@ -182,11 +181,8 @@ class OfKeys:
         """(row, key head, tile of keys)."""
         return self.operands.place()
 
-    def read_work(self):
-        return self.operands.work()
-
     def work(self) -> Work:
-        return self.remembered or self.read_work()
+        return self.remembered or self.operands.work()
 
     def slot_of_step(self, i, stages: int):
         return lax.rem(self.first_step + i, stages)

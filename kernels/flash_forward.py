@@ -3,8 +3,9 @@
 A program has 128 queries of one head. Two warpgroups compute, 64 queries each, a third copies tiles
 of keys and values ahead of them. The products of tile i with the queries and of tile i - 1 with V
 are issued together, so the softmax of tile i runs beside the second of them. The warpgroups are not
-made to take turns: that was 9 to 15% slower (docs/kernels.md). At head size 64 four warpgroups
-compute 256 queries, and most tiles need no maxima (`Program.all_tiles`).
+made to take turns: that was 9 to 15% slower (docs/kernels.md). Up to head size 128, where two tiles
+of queries fit, programs go on from tile to tile (`flash_forward_dealt.py`). At head size 64 four
+warpgroups compute 256 queries, and most tiles need no maxima.
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
@@ -31,7 +32,7 @@ REGISTERS, REGISTERS_TO_COPY = 240, 24
 class Tiles:
     """Who computes, with how many registers a thread, and the tiles of keys in shared memory.
 
-    keeps_reference: p of tiles without a mask are made without maxima (`Program.all_tiles`).
+    keeps_reference: p of tiles without a mask are made without maxima (`one_pass`).
     """
 
     warpgroups: int = WARPGROUPS
@@ -57,8 +58,6 @@ LOG2_E = math.log2(math.e)
 HIDDEN, LOWEST = -1e30, -1e20
 PER_QUERY = plgpu.Layout.WGMMA.reduce(1)
 LANES = 8  # columns of scores of which a thread has two
-# A sum of p beyond it is taken for an overflow: of 2**60 times a value 2**67 are left.
-MAX_TOTAL = 2.0**60
 
 
 def tiles_of(head_size: int, *, seq: int, cap: float | None) -> Tiles:
@@ -87,10 +86,6 @@ def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | 
         q_tile = plgpu.RefUnion(q_tile, operand(tiles.warpgroups, 64, v_head_size))
     loaded = plgpu.Barrier(num_barriers=stages)
     used = plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=stages)
-    for_judgement: dict[str, Any] = dict(
-        totals=plgpu.SMEM((tiles.warpgroups,), jnp.float32),
-        judged=plgpu.Barrier(num_arrivals=tiles.warpgroups),
-    )
 
     # Its name is the kernel's, in programs and traces.
     def flash_attention_forward(*refs, **scratch):
@@ -115,7 +110,6 @@ def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | 
             v_loaded=loaded,
             k_used=used,
             v_used=used,
-            **(for_judgement if tiles.keeps_reference else {}),
         ),
         grid=(num_heads, seq // tiles.num_queries, rows),
         grid_names=("head", "tile", "row"),
@@ -168,8 +162,6 @@ class Program:
     scale: float
     cap: float | None
     tiles: Tiles
-    totals: Any = None
-    judged: Any = None
 
     def place(self):
         """(row, head, tile of queries); the last tiles see most keys, and begin first."""
@@ -207,12 +199,7 @@ class Program:
             plgpu.copy_gmem_to_smem(self.v.at[keys], self.v_tiles.at[slot], self.v_loaded.at[slot])
 
         pl.loop(0, work.num)(lambda i: load_tile(num_before + i, i))
-        num_before += work.num
-        if self.tiles.keeps_reference:
-            num_again = self.num_repeats() * work.num
-            pl.loop(0, num_again)(lambda i: load_tile(num_before + i, i))
-            num_before += num_again
-        return num_before
+        return num_before + work.num
 
     def compute(self):
         plgpu.set_max_registers(self.tiles.registers, action="increase")
@@ -224,7 +211,7 @@ class Program:
         of_queries = self.spans_of(row, queries)
         plgpu.barrier_wait(q_loaded)
         outputs = plgpu.ACC((64, self.v.shape[-1]), jnp.float32)
-        made = pl.run_scoped(functools.partial(self.all_tiles, **of_queries), outputs)
+        made = pl.run_scoped(functools.partial(self.one_pass, **of_queries), outputs)
         out, lse = self.finished(made, **of_queries)
         if self.v.shape != self.k.shape:
             # The other warpgroup's queries may lie where this one's output comes.
@@ -245,7 +232,7 @@ class Program:
         return dict(first=first, last=last)
 
     def finished(self, made, *, first, last):
-        """(output, log-sum-exp) of what `all_tiles` returns."""
+        """(output, log-sum-exp) of what `one_pass` returns."""
         out, largest, total = made
         sees = last > first
         total = jnp.where(sees, total, 1.0)
@@ -260,45 +247,13 @@ class Program:
         plgpu.copy_smem_to_gmem(out_tile, self.out.at[row, queries, head])
         plgpu.copy_smem_to_gmem(lse_tile, self.lse.at[row, head, queries])
 
-    def all_tiles(self, out, *, first, last):
+    def one_pass(self, out, *, first, last, keeps_reference=False, num_before=0):
         """(the sum of p V, the largest score in powers of 2, the sum of p) of 64 queries.
 
-        `keeps_reference`: p of tiles without a mask are made with the largest score of the first
-        one, as floats allow while none is 60 powers of 2 above it: no maxima, and sums need not
-        shrink. Where a sum of p says that one was, all warpgroups begin again, with maxima.
-        """
-        of_queries = dict(first=first, last=last)
-        if not self.tiles.keeps_reference:
-            return self.one_pass(out, **of_queries)
-        _, *statistics = self.one_pass(out, keeps_reference=True, **of_queries)
-        num_tiles = self.work().num
-
-        def again(_, statistics):
-            del statistics
-            plgpu.barrier_arrive(self.v_used.at[lax.rem(num_tiles - 1, self.tiles.stages)])
-            out[...] = jnp.zeros_like(out[...])
-            _, *statistics = self.one_pass(out, num_before=num_tiles, **of_queries)
-            return statistics
-
-        # A loop, as a branch gives no arrays.
-        statistics = lax.fori_loop(0, self.num_repeats(), again, statistics)
-        return out[...], *statistics
-
-    def judge(self, total):
-        """Tells all warpgroups how large sums of p became without maxima."""
-        self.totals[lax.axis_index("warpgroup")] = total.max()
-        plgpu.barrier_arrive(self.judged)
-
-    def num_repeats(self):
-        """1 if a warpgroup's sums of p were too large, else 0: waits for all of them."""
-        plgpu.barrier_wait(self.judged)
-        is_good = [self.totals[i] < MAX_TOTAL for i in range(self.tiles.warpgroups)]
-        return 1 - functools.reduce(jnp.logical_and, is_good).astype(jnp.int32)
-
-    def one_pass(self, out, *, first, last, keeps_reference=False, num_before=None):
-        """Adds p V to `out`; as `all_tiles`.
-
-        num_before: how many tiles were loaded before those of this pass, if any.
+        keeps_reference: p of tiles without a mask are made with the largest score of the first one,
+        as floats allow while none is 60 powers of 2 above it: no maxima, and sums need not shrink.
+        `judge` is told the sums of p then. num_before: how many tiles were loaded before those of
+        this pass.
         """
         work, num_keys, stages = self.work(), self.k_tiles.shape[1], self.tiles.stages
         softmax = functools.partial(self.softmax, first=first, last=last)
@@ -307,13 +262,13 @@ class Program:
         total = plgpu.layout_cast(jnp.zeros((64,), jnp.float32), PER_QUERY)
 
         def slot_of(i):
-            return lax.rem(i if num_before is None else num_before + i, stages)
+            return lax.rem(num_before + i, stages)
 
         def first_scores(ref):
             self.issue_scores(ref, first_slot)
             return ref[...]
 
-        first_slot = 0 if num_before is None else slot_of(0)
+        first_slot = slot_of(0)
         plgpu.barrier_wait(self.k_loaded.at[first_slot])
         s = pl.run_scoped(first_scores, scores)
         plgpu.barrier_arrive(self.k_used.at[first_slot])
@@ -368,6 +323,10 @@ class Program:
         p, largest, total = lax.fori_loop(end_of_whole, work.num, step, carry)
         plgpu.wgmma(out, p, self.v_tiles.at[slot_of(work.num - 1)])
         return out[...], largest, total
+
+    def judge(self, total):
+        """Is told of the sums of p, when `keeps_reference`."""
+        raise NotImplementedError
 
     def issue_scores(self, ref, slot):
         q_tile, _ = self.q_and_out_tiles()

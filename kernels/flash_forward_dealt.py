@@ -1,8 +1,8 @@
-"""Flash attention for Hopper, forward, at head size 64 and of rows of one document.
+"""Flash attention for Hopper, forward, up to head size 128.
 
-The programs are `flash_forward`'s that need most tiles' maxima not, but go from tile to tile of
-queries, as `flash_dealt` deals them out: the next one's queries, keys and values come while one
-ends.
+The programs are `flash_forward`'s, but go from tile to tile of queries, as `flash_dealt` deals them
+out: the next one's queries, keys and values come while one ends. At head size 64 most tiles need no
+maxima, and a tile of queries whose scores say that they did is made again.
 
 B rows, S queries, T keys, N query heads, K key heads, H head size.
 """
@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels import flash_dealt
 from jaxscale.kernels.flash_dealt import Dealt, deal
 from jaxscale.kernels.flash_forward import (
     REGISTERS_TO_COPY,
@@ -29,34 +28,41 @@ from jaxscale.kernels.flash_forward import (
 from jaxscale.kernels.flash_spans import Spans
 from jaxscale.kernels.hopper import run
 
-# Tiles of queries, and what warpgroups tell each other of one. None is two ahead of another: each
-# waits for all of them before a tile ends.
+# Tiles of queries, and what warpgroups tell each other of one. No warpgroup is two tiles ahead of
+# another: a slot is loaded anew when all have given it back.
 SLOTS = 2
-OVERHEAD = 4  # of a tile of queries, in tiles of keys
+# Of tiles of keys with a mask, which need maxima too. Head size 64 took 5% less of packed rows than
+# with 1, and 128 the same (docs/kernels.md).
+MASKED_COST = 1.5
+# A sum of p beyond it is taken for an overflow: of 2**60 times a value 2**67 are left.
+MAX_TOTAL = 2.0**60
 
 
-def is_for(head_size: int, *, seq: int, cap: float | None) -> bool:
-    return tiles_of(head_size, seq=seq, cap=cap).keeps_reference
+def is_for(head_size: int, v_head_size: int) -> bool:
+    """Whether two tiles of queries fit beside two of keys and values."""
+    return head_size == v_head_size <= 128
 
 
-def forward(q_BSNH, k_BSKH, v_BSKH, *, spans: Spans, scale: float):
+def forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float, cap: float | None = None):
     """As `flash_forward.forward`, where `is_for`."""
     rows, seq, num_heads, head_size = q_BSNH.shape
-    tiles = tiles_of(head_size, seq=seq, cap=None)
-    visits = visits_of(spans, num_keys=k_BSKH.shape[1], tiles=tiles)
-    steps = [-(-(i + 1) * tiles.num_queries // tiles.num_keys) for i in range(visits.end.shape[1])]
-    dealt = deal(visits, num_heads=num_heads, steps=steps, overhead=OVERHEAD)
+    tiles = tiles_of(head_size, seq=seq, cap=cap)
+    visits = visits_of(spans, num_keys=k_BTKH.shape[1], tiles=tiles)
+    dealt = deal(visits, num_heads=num_heads, masked_cost=MASKED_COST)
     operand = functools.partial(swizzled, dtype=q_BSNH.dtype)
     loaded = plgpu.Barrier(num_barriers=tiles.stages)
     used = plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=tiles.stages)
     of_slots = plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=SLOTS)
+    for_judgement: dict[str, Any] = dict(
+        totals=plgpu.SMEM((SLOTS, tiles.warpgroups), jnp.float32), judged=of_slots
+    )
 
     def flash_attention_forward(*refs, **scratch):
-        operands, dealt, made = refs[:5], Dealt(*refs[5:7]), refs[7:]
-        # No visits but those of `dealt`.
-        refs, group = (*operands, None, *made), num_heads // k_BSKH.shape[2]
+        here = Dealt(refs[5], dealt.num_items)
+        # No visits but those.
+        refs, group = (*refs[:5], None, *refs[6:]), num_heads // k_BTKH.shape[2]
         program = _Staying(
-            *refs, **scratch, group=group, scale=scale, cap=None, tiles=tiles, dealt=dealt
+            *refs, **scratch, group=group, scale=scale, cap=cap, tiles=tiles, dealt=here
         )
         run(program, tiles.warpgroups)
 
@@ -77,17 +83,16 @@ def forward(q_BSNH, k_BSKH, v_BSKH, *, spans: Spans, scale: float):
             v_loaded=loaded,
             k_used=used,
             v_used=used,
-            totals=plgpu.SMEM((SLOTS, tiles.warpgroups), jnp.float32),
-            judged=of_slots,
+            **(for_judgement if tiles.keeps_reference else {}),
         ),
-        grid=(flash_dealt.PROGRAMS,),
+        grid=(dealt.num_programs,),
         grid_names=("program",),
         num_threads=tiles.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     # As in `flash_forward`.
-    return lax.optimization_barrier(kernel(q_BSNH, k_BSKH, v_BSKH, *spans, *dealt))
+    return lax.optimization_barrier(kernel(q_BSNH, k_BTKH, v_BTKH, *spans, dealt.table))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +101,8 @@ class _Staying(Program):
 
     _: dataclasses.KW_ONLY
     dealt: Dealt
+    totals: Any = None
+    judged: Any = None
     item: Any = None  # `Item`
 
     def place(self):
@@ -107,7 +114,8 @@ class _Staying(Program):
     def at(self, n, item) -> "_Staying":
         """The program of one tile of queries, its nth."""
         slot = lax.rem(n, SLOTS)
-        own = {name: getattr(self, name).at[slot] for name in ("q_tile", "totals", "judged")}
+        names = ("q_tile", "totals", "judged") if self.tiles.keeps_reference else ("q_tile",)
+        own = {name: getattr(self, name).at[slot] for name in names}
         return dataclasses.replace(self, item=item, **own)
 
     def copy(self):
@@ -123,7 +131,10 @@ class _Staying(Program):
                 plgpu.copy_gmem_to_smem(
                     self.q.at[row, queries, head], target, self.q_loaded.at[slot]
                 )
-            return here.load_tiles(num_before)
+            num_before = here.load_tiles(num_before)
+            if not self.tiles.keeps_reference:
+                return num_before
+            return lax.fori_loop(0, here.num_repeats(), lambda _, n: here.load_tiles(n), num_before)
 
         lax.fori_loop(0, self.dealt.num(), one, jnp.int32(0))
 
@@ -147,17 +158,21 @@ class _Staying(Program):
 
             passes = functools.partial(here.passes, num_before=num_before, **of_queries)
             outputs = plgpu.ACC((64, self.v.shape[-1]), jnp.float32)
-            *made, repeats = pl.run_scoped(passes, outputs)
+            *made, num_before = pl.run_scoped(passes, outputs)
             out_tile = here.q_tile.at[lax.axis_index("warpgroup")]
             finished = self.finished(made, **of_queries)
             self.store(*finished, out_tile=out_tile, place=(row, head, queries))
-            return num_before + item.work.num * (1 + repeats), next_item
+            return num_before, next_item
 
         lax.fori_loop(0, self.dealt.num(), one, (jnp.int32(0), self.dealt.item(0)))
         plgpu.wait_smem_to_gmem(0)
 
     def passes(self, out, *, num_before, **of_queries):
-        """As `all_tiles`, and how often it was done again."""
+        """As `one_pass`, and how many tiles of keys were loaded up to its end.
+
+        Where a sum of p says that the first tile's largest score was not enough, all warpgroups
+        begin again, with maxima.
+        """
         num_tiles = self.work().num
 
         def one_pass(num_before, **options):
@@ -171,7 +186,22 @@ class _Staying(Program):
             out[...] = jnp.zeros_like(out[...])
             return one_pass(num_before + num_tiles)
 
+        if not self.tiles.keeps_reference:
+            statistics = one_pass(num_before)
+            return out[...], *statistics, num_before + num_tiles
         statistics = one_pass(num_before, keeps_reference=True)
         repeats = self.num_repeats()
+        # A loop, as a branch gives no arrays.
         statistics = lax.fori_loop(0, repeats, again, statistics)
-        return out[...], *statistics, repeats
+        return out[...], *statistics, num_before + num_tiles * (1 + repeats)
+
+    def judge(self, total):
+        """Tells all warpgroups how large sums of p became without maxima."""
+        self.totals[lax.axis_index("warpgroup")] = total.max()
+        plgpu.barrier_arrive(self.judged)
+
+    def num_repeats(self):
+        """1 if a warpgroup's sums of p were too large, else 0: waits for all of them."""
+        plgpu.barrier_wait(self.judged)
+        is_good = [self.totals[i] < MAX_TOTAL for i in range(self.tiles.warpgroups)]
+        return 1 - functools.reduce(jnp.logical_and, is_good).astype(jnp.int32)

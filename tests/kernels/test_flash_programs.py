@@ -41,6 +41,13 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """So that each goes from tile to tile."""
+    if not IS_GPU:
+        monkeypatch.setattr(flash_dealt, "PROGRAMS", 2)
+
+
 def operands(name, sizes=(64, 64)):
     """q, k, v and the gradient of what comes out, then segments [1, S] and the window."""
     seq, heads, kv_heads, lengths, window = CASES[name]
@@ -129,10 +136,10 @@ def test_scores_far_above_those_of_the_first_tile(powers, rows):
     assert_forward_is(found, expected(q, k, v, segments))
 
 
-def gradients(name, sizes=(64, 64), max_documents=8, **options: Any):
+def gradients(name, sizes=(64, 64), **options: Any):
     """(ours, those of XLA in float32) of q, k and v."""
     (*qkv, cotangent), segments, window = operands(name, sizes)
-    documents = documents_of(segments, segments, max_documents=max_documents)
+    documents = documents_of(segments, segments, max_documents=8)
     options |= dict(documents=documents, scale=sizes[0] ** -0.5, window=window)
     with interpreted():
         attention = functools.partial(flash_attention.attention, **options)
@@ -164,49 +171,23 @@ def test_backward_with_a_cap_and_of_other_head_sizes(sizes, deterministic):
     assert_gradients_are(*gradients("no whole tiles", sizes, cap=cap, deterministic=deterministic))
 
 
-@pytest.fixture
-def two_programs(monkeypatch):
-    """That stay, so that each has several tiles."""
-    if not IS_GPU:
-        monkeypatch.setattr(flash_dealt, "PROGRAMS", 2)
-
-
-ONE_DOCUMENT = ("one document", "padding, shared keys", "nothing but padding")
-
-
-@pytest.mark.parametrize("name", ONE_DOCUMENT)
-def test_rows_of_one_document_forward(name, two_programs):
-    (q, k, v, _), segments, _ = operands(name)
-    found = forward(q, k, v, segments, is_one_document=True)
-    assert_forward_is(found, expected(q, k, v, segments))
-
-
-@pytest.mark.parametrize("powers", [100.0, 300.0])
-def test_rows_of_one_document_with_scores_far_above_those_of_the_first_tile(powers, two_programs):
-    q, k, v, segments = with_scores_above(powers)
-    found = forward(q, k, v, segments, is_one_document=True)
-    assert_forward_is(found, expected(q, k, v, segments))
-
-
-@pytest.mark.parametrize("name", ONE_DOCUMENT)
-def test_rows_of_one_document_backward(name, two_programs):
-    assert_gradients_are(*gradients(name, max_documents=1))
-
-
-def test_tiles_are_dealt_once_and_evenly():
-    rows, heads, tiles = 4, 16, 16
-    ends = jnp.broadcast_to(4 * jnp.arange(1, 1 + tiles), (rows, tiles))
-    visits = flash_spans.Visits(0 * ends, ends, 0 * ends, ends - 4)
-    steps = [4 * (tile + 1) for tile in range(tiles)]
-    table, counts = flash_dealt.deal(visits, num_heads=heads, steps=steps, overhead=4)
-    table = np.asarray(table)
-    own = [items[:count] for items, count in zip(table, np.asarray(counts), strict=True)]
+@pytest.mark.parametrize("lengths", [[4096], [100, 996, 2000, 1000]])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_tiles_are_dealt_once_and_evenly(lengths, num_rows, monkeypatch):
+    monkeypatch.setattr(flash_dealt, "PROGRAMS", 132)
+    heads, tiles = 16, 16
+    segments = np.tile(np.repeat(1 + np.arange(len(lengths)), lengths), (num_rows, 1))
+    spans = flash_spans.of_segments(jnp.asarray(segments, jnp.int32), window=None)
+    visits = flash_spans.tiles_of_keys(spans, num_keys=4096, tile_q=256, tile_k=64)
+    dealt = flash_dealt.deal(visits, num_heads=heads, masked_cost=1.0)
+    table, counts = np.asarray(dealt.table), dealt.num_of(np.arange(132))
+    own = [items[:count] for items, count in zip(table, counts, strict=True)]
     places = {tuple(item[:3]) for items in own for item in items}
-    assert len(places) == sum(map(len, own)) == rows * heads * tiles
-    assert all((items[count:] == 0).all() for items, count in zip(table, counts, strict=True))
-    assert all((items[:, 4] == 4 * (items[:, 2] + 1)).all() for items in own)
-    busy = [(items[:, 4] + 4).sum() for items in own]
-    assert max(busy) < 1.03 * np.mean(busy)
+    assert len(places) == sum(map(len, own)) == num_rows * heads * tiles
+    stacked = np.asarray(visits.stacked())
+    assert all((stacked[row, tile] == work).all() for row, _, tile, *work in table.reshape(-1, 7))
+    busy = [(items[:, 4] - items[:, 3] + 4).sum() for items in own]
+    assert num_rows == 1 or max(busy) < 1.05 * np.mean(busy)
 
 
 @pytest.mark.skipif(IS_GPU, reason="a GPU looks for no races")

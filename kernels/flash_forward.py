@@ -247,13 +247,12 @@ class Program:
         plgpu.copy_smem_to_gmem(out_tile, self.out.at[row, queries, head])
         plgpu.copy_smem_to_gmem(lse_tile, self.lse.at[row, head, queries])
 
-    def one_pass(self, out, *, first, last, keeps_reference=False, num_before=0):
+    def one_pass(self, out, *, first, last, judge=None, num_before=0):
         """(the sum of p V, the largest score in powers of 2, the sum of p) of 64 queries.
 
-        keeps_reference: p of tiles without a mask are made with the largest score of the first one,
+        judge: if given, p of tiles without a mask are made with the largest score of the first one,
         as floats allow while none is 60 powers of 2 above it: no maxima, and sums need not shrink.
-        `judge` is told the sums of p then. num_before: how many tiles were loaded before those of
-        this pass.
+        It is told the sums of p. num_before: how many tiles were loaded before those of this pass.
         """
         work, num_keys, stages = self.work(), self.k_tiles.shape[1], self.tiles.stages
         softmax = functools.partial(self.softmax, first=first, last=last)
@@ -309,12 +308,12 @@ class Program:
             return carry
 
         p, end_of_whole = p.astype(self.v.dtype), jnp.maximum(work.num_whole, 1)
-        if keeps_reference:
+        if judge is not None:
             of_lanes = plgpu.layout_cast(jnp.zeros((64, LANES), jnp.float32), plgpu.Layout.WGMMA)
             p, of_lanes = lax.fori_loop(1, end_of_whole, step_by_reference, (p, of_lanes))
             total += of_lanes.sum(axis=1)
             # Now: what overflowed could be hidden when sums shrink by what tiles with a mask hold.
-            self.judge(total)
+            judge(total)
             carry = p, largest, total
         else:
             whole_step = functools.partial(step, is_whole=True)
@@ -323,10 +322,6 @@ class Program:
         p, largest, total = lax.fori_loop(end_of_whole, work.num, step, carry)
         plgpu.wgmma(out, p, self.v_tiles.at[slot_of(work.num - 1)])
         return out[...], largest, total
-
-    def judge(self, total):
-        """Is told of the sums of p, when `keeps_reference`."""
-        raise NotImplementedError
 
     def issue_scores(self, ref, slot):
         q_tile, _ = self.q_and_out_tiles()

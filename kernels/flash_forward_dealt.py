@@ -186,14 +186,14 @@ class _Staying(Program):
             out[...] = jnp.zeros_like(out[...])
             return one_pass(num_before + num_tiles)
 
-        if not self.tiles.keeps_reference:
-            statistics = one_pass(num_before)
-            return out[...], *statistics, num_before + num_tiles
-        statistics = one_pass(num_before, keeps_reference=True)
-        repeats = self.num_repeats()
-        # A loop, as a branch gives no arrays.
-        statistics = lax.fori_loop(0, repeats, again, statistics)
-        return out[...], *statistics, num_before + num_tiles * (1 + repeats)
+        judge = self.judge if self.tiles.keeps_reference else None
+        statistics, end = one_pass(num_before, judge=judge), num_before + num_tiles
+        if judge is not None:
+            repeats = self.num_repeats()
+            # A loop, as a branch gives no arrays.
+            statistics = lax.fori_loop(0, repeats, again, statistics)
+            end += num_tiles * repeats
+        return out[...], *statistics, end
 
     def judge(self, total):
         """Tells all warpgroups how large sums of p became without maxima."""

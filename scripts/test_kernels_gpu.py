@@ -6,9 +6,9 @@
 The same tests run in `make test`, which skips what a CPU cannot run. A few minutes; compiling is
 most of it, so with pytest-xdist six processes share the GPU.
 
---sanitize runs some tests of each kernel under NVIDIA's compute-sanitizer (memcheck), which says
-where one reads or writes outside of its arrays; the exit status is 99 then. Each array is an
-allocation of its own for it, and CUDA graphs are off.
+--sanitize runs some tests of each kernel for training under NVIDIA's compute-sanitizer (memcheck),
+which says where one reads or writes outside of its arrays; the exit status is 99 then. Each array
+is an allocation of its own for it, and CUDA graphs are off.
 """
 
 import importlib.util

@@ -29,7 +29,7 @@ SEQ, HEADS, KV_HEADS = 1024, 4, 2
 # Bytes a thread that a kernel of a pass keeps in memory for want of registers, at most; else none.
 # Without a cap those are of tiles with a mask; of head size 64, of what stays the same over all
 # tiles too, which is stored once and read (docs/kernels.md).
-MAX_SPILLS = {(64, None): 96, (256, None): 96, (256, 50.0): 96, (128, 50.0): 96}
+MAX_SPILLS = {(64, None): 72, (256, None): 96, (256, 50.0): 96, (128, 50.0): 96}
 SPILLS = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores", re.DOTALL)
 # What ptxas says where products wait for one another.
 SERIALIZED = "Potential Performance Loss"
@@ -72,7 +72,7 @@ def test_sums_fit_in_registers_and_products_do_not_wait(sizes, cap, monkeypatch,
     spilled = {name: int(number) for name, number in SPILLS.findall(said)}
     assert len(spilled) == (2 if sizes[0] <= 128 else 4)
     forward = spilled.pop("flash_attention_forward_mosaic_gpu_kernel")
-    assert forward <= (8 if sizes[0] == 64 else MAX_SPILLS.get((sizes[0], cap), 0))
+    assert forward <= (0 if sizes[0] == 64 else MAX_SPILLS.get((sizes[0], cap), 0))
     assert max(spilled.values()) <= MAX_SPILLS.get((sizes[0], cap), 0)
     assert SERIALIZED not in said
     calls = {name: n for name, n in ahead.count_calls(hlo).items() if "flash" in name}

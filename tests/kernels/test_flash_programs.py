@@ -43,9 +43,8 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """So that each goes from tile to tile."""
-    if not IS_GPU:
-        monkeypatch.setattr(flash_dealt, "PROGRAMS", 2)
+    """So that each goes from tile to tile, on a GPU too."""
+    monkeypatch.setattr(flash_dealt, "PROGRAMS", 2)
 
 
 def operands(name, sizes=(64, 64)):
@@ -171,9 +170,15 @@ def test_backward_with_a_cap_and_of_other_head_sizes(sizes, deterministic):
     assert_gradients_are(*gradients("no whole tiles", sizes, cap=cap, deterministic=deterministic))
 
 
-@pytest.mark.parametrize("lengths", [[4096], [100, 996, 2000, 1000]])
-@pytest.mark.parametrize("num_rows", [1, 4])
-def test_tiles_are_dealt_once_and_evenly(lengths, num_rows, monkeypatch):
+DOCUMENTS = [100, 996, 2000, 1000]
+
+
+# most: what the busiest may have, of the mean; of documents of one row it makes two tiles.
+@pytest.mark.parametrize(
+    ("lengths", "num_rows", "most"),
+    [([4096], 1, 1.04), ([4096], 4, 1.04), (DOCUMENTS, 1, 1.2), (DOCUMENTS, 4, 1.04)],
+)
+def test_tiles_are_dealt_once_and_evenly(lengths, num_rows, most, monkeypatch):
     monkeypatch.setattr(flash_dealt, "PROGRAMS", 132)
     heads, tiles = 16, 16
     segments = np.tile(np.repeat(1 + np.arange(len(lengths)), lengths), (num_rows, 1))
@@ -187,7 +192,7 @@ def test_tiles_are_dealt_once_and_evenly(lengths, num_rows, monkeypatch):
     stacked = np.asarray(visits.stacked())
     assert all((stacked[row, tile] == work).all() for row, _, tile, *work in table.reshape(-1, 7))
     busy = [(items[:, 4] - items[:, 3] + 4).sum() for items in own]
-    assert num_rows == 1 or max(busy) < 1.05 * np.mean(busy)
+    assert max(busy) < most * np.mean(busy)
 
 
 @pytest.mark.skipif(IS_GPU, reason="a GPU looks for no races")

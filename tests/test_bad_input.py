@@ -182,7 +182,7 @@ ON_DEVICES = {
         "context=8",
         "set config.mesh.context to a divisor of 4, or config.context.exchange='all_gather'",
     ),
-    "--config.mesh.tensor=4 --config.seq_len=30": (
+    "--config.mesh.tensor=4 --config.batch_size=4 --config.seq_len=30": (
         "config.seq_len=30",
         "config.mesh.tensor=4",
         "sequence_parallel=False",

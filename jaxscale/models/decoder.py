@@ -31,7 +31,7 @@ from jaxscale.ops.norm import rms_norm
 # divides it.
 VOCAB_MULTIPLE = 128
 
-RESIDUAL = "batch residual_seq act_embed"
+RESIDUAL = "residual_rows residual_seq act_embed"
 WHOLE = "batch seq act_embed"
 
 

@@ -5,6 +5,8 @@ each.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +26,8 @@ def embed(tokens_BS, table_VD, *, dtype, in_order: bool = False):
     """
     # Stages of a pipeline share the vocabulary too, each within its own region.
     vocab_axes = shd.mesh_axes("vocab", with_manual=True)
-    embed_axes, token_axes = shd.mesh_axes("embed"), shd.mesh_axes("seq")
-    sequence_axes = tuple(a for a in shd.mesh_axes("residual_seq") if a not in token_axes)
-    splits_sequence = bool(sequence_axes) and set(sequence_axes) <= set(vocab_axes)
+    embed_axes = shd.mesh_axes("embed")
+    scattered = scattered_over(vocab_axes)
 
     rows = functools.partial(_rows, vocab_axes=vocab_axes, in_order=in_order)
 
@@ -39,15 +40,39 @@ def embed(tokens_BS, table_VD, *, dtype, in_order: bool = False):
         else:
             x_BSD = rows(tokens_BS, table_VD).astype(dtype)
         # Each value comes from the one device that has it: adding the others' zeros rounds nothing.
-        if splits_sequence:
-            x_BSD = jax.lax.psum_scatter(x_BSD, sequence_axes, scatter_dimension=1, tiled=True)
-        left = tuple(a for a in vocab_axes if not splits_sequence or a not in sequence_axes)
+        for dim, axes in enumerate(scattered):
+            if axes:
+                x_BSD = jax.lax.psum_scatter(x_BSD, axes, scatter_dimension=dim, tiled=True)
+        left = tuple(a for a in vocab_axes if a not in (*scattered.rows, *scattered.seq))
         return jax.lax.psum(x_BSD, left) if left else x_BSD
 
-    out_axes = f"batch {'residual_seq' if splits_sequence else 'seq'} act_embed"
+    out_axes = scattered.axes
     mapped = shd.shard_map(local, in_axes=("batch seq", "vocab embed"), out_axes=out_axes)
     with jax.named_scope("embedding"):
         return mapped(tokens_BS, table_VD)
+
+
+class Scattered(NamedTuple):
+    """Mesh axes that split the residual stream's rows, or its sequence, where they share tokens."""
+
+    rows: tuple[str, ...]
+    seq: tuple[str, ...]
+
+    @property
+    def axes(self) -> str:
+        """The logical axes of x."""
+        rows = "residual_rows" if self.rows else "batch"
+        return f"{rows} {'residual_seq' if self.seq else 'seq'} act_embed"
+
+
+def scattered_over(vocab_axes: Sequence[str]) -> Scattered:
+    """Sequence parallelism, if over devices that share the vocabulary, whose sums are scattered."""
+
+    def beyond(split: str, shared: str) -> tuple[str, ...]:
+        axes = tuple(a for a in shd.mesh_axes(split) if a not in shd.mesh_axes(shared))
+        return axes if set(axes) <= set(vocab_axes) else ()
+
+    return Scattered(beyond("residual_rows", "batch"), beyond("residual_seq", "seq"))
 
 
 def _rows(tokens, table_VD, *, vocab_axes, in_order: bool):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale import sharding as shd
+from jaxscale.ops.embedding import scattered_over
 
 # bfloat16 logits of a chunk: 1 GiB at a vocabulary of 128k.
 CHUNK_TOKENS = 4096
@@ -51,7 +52,8 @@ def cross_entropy(
     """
     options = _Options(vocab_size=vocab_size, z_loss=z_loss, cap=cap, dtype=jnp.dtype(dtype))
     # Outside of the derivative, whose gradient is laid out as what comes in.
-    x_BSD = shd.constrain(x_BSD, _x_axes())
+    vocab_axes = shd.mesh_axes("vocab", with_manual=True)
+    x_BSD = shd.constrain(x_BSD, scattered_over(vocab_axes).axes)
     return _cross_entropy(x_BSD, head_DV, targets_BS, enlarged, options)
 
 
@@ -89,7 +91,11 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients, enlarged=None):
     # Stages of a pipeline share the vocabulary too, each within its own region.
     vocab_axes = shd.mesh_axes("vocab", with_manual=True)
     token_axes = shd.mesh_axes("batch seq")
-    sequence_axes = _sequence_axes()
+    # x comes in parts along these, and its gradient goes so. A chunk has as many tokens of each
+    # part, so that x is whole a chunk at a time, and of a sum over the vocabulary each device gets
+    # its part. Over stages, which may be on other hosts, those alone are sent.
+    scattered = scattered_over(vocab_axes)
+    part_axes = (*scattered.rows, *scattered.seq)
 
     def varying(x, axes):
         return jax.lax.pcast(x, axes, to="varying") if axes else x
@@ -99,11 +105,13 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients, enlarged=None):
         if embed_axes:
             head_DV = jax.lax.all_gather(head_DV, embed_axes, axis=0, tiled=True)
         rows, part, dim = x_BSD.shape
-        num_parts, tokens = targets_BS.shape[1] // part, rows * part
+        parts = targets_BS.shape[0] // rows, targets_BS.shape[1] // part
+        num_parts, tokens = math.prod(parts), rows * part
         num_chunks, size = _chunks(tokens, num_parts=num_parts)
         padding = num_chunks * size - tokens
         x_TD = jnp.pad(x_BSD.reshape(-1, dim), ((0, padding), (0, 0)))
-        targets = targets_BS.reshape(rows, num_parts, part).swapaxes(0, 1).reshape(num_parts, -1)
+        targets = targets_BS.reshape(parts[0], rows, parts[1], part).swapaxes(1, 2)
+        targets = targets.reshape(num_parts, -1)
         targets = jnp.pad(targets, ((0, 0), (0, padding)), constant_values=-1)
         targets = targets.reshape(num_parts, num_chunks, size).swapaxes(0, 1)
         chunks = (x_TD.reshape(num_chunks, size, dim), targets.reshape(num_chunks, -1))
@@ -111,8 +119,8 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients, enlarged=None):
         def step(carry, chunk):
             loss, dhead_DV = carry
             x_TD, targets_T = chunk
-            if sequence_axes:
-                x_TD = jax.lax.all_gather(x_TD, sequence_axes, axis=0, tiled=True)
+            if part_axes:
+                x_TD = jax.lax.all_gather(x_TD, part_axes, axis=0, tiled=True)
             chunk_loss, dlogits_TV = _chunk(
                 x_TD,
                 head_DV,
@@ -124,8 +132,8 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients, enlarged=None):
             if not with_gradients:
                 return (loss + chunk_loss, dhead_DV), None
             dx_TD = jnp.einsum("TV,DV->TD", dlogits_TV, head_DV)
-            if sequence_axes:
-                dx_TD = jax.lax.psum_scatter(dx_TD, sequence_axes, scatter_dimension=0, tiled=True)
+            if part_axes:
+                dx_TD = jax.lax.psum_scatter(dx_TD, part_axes, scatter_dimension=0, tiled=True)
             dhead_DV += jnp.einsum(
                 "TD,TV->DV", x_TD, dlogits_TV, preferred_element_type=jnp.float32
             )
@@ -138,7 +146,7 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients, enlarged=None):
         loss = jax.lax.psum(loss, token_axes) if token_axes else loss
         if not with_gradients:
             return (loss,)
-        if left := tuple(axis for axis in vocab_axes if axis not in sequence_axes):
+        if left := tuple(axis for axis in vocab_axes if axis not in part_axes):
             dx = jax.lax.psum(dx, left)
         if embed_axes:
             dhead_DV = jax.lax.psum_scatter(dhead_DV, embed_axes, scatter_dimension=0, tiled=True)
@@ -146,26 +154,11 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients, enlarged=None):
             dhead_DV = jax.lax.psum(dhead_DV, replicated)
         return loss, dx.reshape(-1, dim)[:tokens].reshape(x_BSD.shape), dhead_DV
 
-    in_axes = (_x_axes(), "embed vocab", "batch seq")
+    in_axes = (scattered.axes, "embed vocab", "batch seq")
     out_axes = ("", in_axes[0], in_axes[1]) if with_gradients else ("",)
     more = () if enlarged is None else (enlarged,)
     mapped = shd.shard_map(local, in_axes=(*in_axes, *[""] * len(more)), out_axes=out_axes)
     return mapped(x_BSD, head_DV, targets_BS, *more)
-
-
-def _sequence_axes() -> tuple[str, ...]:
-    """Sequence parallelism: x comes in parts along these mesh axes, and its gradient goes so.
-
-    A chunk has as many tokens of each part, so that x is whole a chunk at a time, and of a sum over
-    the vocabulary each device gets its part. Over stages, which may be on other hosts, those alone
-    are sent.
-    """
-    axes = tuple(a for a in shd.mesh_axes("residual_seq") if a not in shd.mesh_axes("seq"))
-    return axes if set(axes) <= set(shd.mesh_axes("vocab", with_manual=True)) else ()
-
-
-def _x_axes() -> str:
-    return f"batch {'residual_seq' if _sequence_axes() else 'seq'} act_embed"
 
 
 def _chunk(x_TD, head_DV, targets_T, *, options, vocab_axes, enlarged):

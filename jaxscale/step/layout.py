@@ -15,7 +15,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import sharding as shd
-from jaxscale.config import OF_WHOLE_ROWS, AxisTypes, Config, Exchange, MeshConfig
+from jaxscale.config import (
+    OF_WHOLE_ROWS,
+    AxisTypes,
+    Config,
+    Exchange,
+    MeshConfig,
+    rows_of_group,
+)
 from jaxscale.ops.layers import LAYERS, Parted
 
 
@@ -24,19 +31,24 @@ def rules_of(
     *,
     model_rules: dict[str, Any],
     exchange: Exchange = Exchange.ALL_TO_ALL,
+    splits_rows: bool = False,
 ) -> shd.Rules:
     """What DP, HSDP, FSDP, TP, SP and context parallelism are, as ZeRO-3 has them.
 
     config: with every size known. model_rules: the model's own. exchange: with all-to-all,
     attention has whole rows and a part of the heads; else its sequence stays split, and
     `ops/context.py` brings the keys. The stages of a pipeline share the layers, and the vocabulary.
+    splits_rows: whether sequence parallelism splits rows, and not the sequence.
     """
     context = ("context",) if config.context > 1 else ()
     is_all_to_all = exchange == Exchange.ALL_TO_ALL
+    batch = "data", "fsdp", "expert"
+    splits_sequence = config.sequence_parallel and not splits_rows
     rules: dict[str, Any] = dict(
-        batch=("data", "fsdp", "expert"),
+        batch=batch,
         seq=context,
-        residual_seq=(*context, "tensor") if config.sequence_parallel else context,
+        residual_rows=(*batch, "tensor") if splits_rows else batch,
+        residual_seq=(*context, "tensor") if splits_sequence else context,
         act_embed=None,
         embed=("fsdp", *context),
         vocab="tensor",
@@ -104,11 +116,9 @@ def exchange_of(config: Config, sizes: dict[str, int]) -> Exchange:
 
 def _cheapest(config: Config, sizes: dict[str, int]) -> Exchange:
     """Of the two that split no heads."""
-    rows = config.batch_size // config.grad_accumulation
-    rows //= sizes["data"] * sizes["fsdp"] * sizes["expert"]
     model, gpus = config.model, sizes["tensor"] * sizes["context"]
     kv_heads = max(1, model.num_kv_heads // sizes["tensor"])
-    num_bytes = 12 * rows * config.seq_len * kv_heads * model.head_dim()
+    num_bytes = 12 * rows_of_group(config, sizes) * config.seq_len * kv_heads * model.head_dim()
     is_light = num_bytes <= GATHERED_BYTES and gpus <= NODE
     return Exchange.ALL_GATHER if is_light else Exchange.RING
 

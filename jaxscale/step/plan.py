@@ -96,7 +96,12 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
     known: dict[str, Any] = dict(sizes)  # where the config may say -1
     mesh_config = dataclasses.replace(config.mesh, **known)
     model_rules = config.model.rules(sizes)
-    split = layout.rules_of(mesh_config, model_rules=model_rules, exchange=exchange)
+    split = layout.rules_of(
+        mesh_config,
+        model_rules=model_rules,
+        exchange=exchange,
+        splits_rows=run_config.splits_rows(config, sizes),
+    )
     rules = split if config.mesh.zero == 3 else split.replace(embed=None)
     schedule = config.schedule.build(config.steps)
     optimizer = config.optim.build(schedule)

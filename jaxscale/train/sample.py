@@ -50,8 +50,8 @@ def sample(plan: Plan, state: TrainState, *, prompt: np.ndarray, num_tokens: int
     window = min(wanted, plan.config.seq_len)
     prompt = np.asarray(prompt, np.int32)[-(window - 1) :]
     num_tokens = min(num_tokens, window - len(prompt))
-    # Every row is the same: the mesh's batch axes each need one, or one for each half.
-    num_rows = math.prod(plan.mesh.shape[axis] for axis in shd.mesh_axes("batch"))
+    # Every row is the same: the mesh axes that split rows each need one, or one for each half.
+    num_rows = math.prod(plan.mesh.shape[axis] for axis in shd.mesh_axes("residual_rows"))
     num_rows *= 2 if plan.execution.async_tensor else 1
     row = np.pad(prompt, (0, window - len(prompt)))[_order_of(plan, window)]
     rows = np.tile(row, (num_rows, 1))

@@ -16,7 +16,7 @@ import pytest
 
 from jaxscale.compile import ahead, fit
 from jaxscale.compile.traffic import collectives_of, computations, groups_over
-from jaxscale.config import Dtype, MeshConfig, Remat
+from jaxscale.config import Dtype, MeshConfig, Remat, rows_of_group
 from jaxscale.ops import loss
 from jaxscale.step.plan import Plan, plan_of_run
 from jaxscale.step.update import update
@@ -306,6 +306,7 @@ class Split:
     """
 
     plan: Plan
+    hlo: str
     reductions: list[Reduction]
 
     def over(self, operation: str, axis: str) -> list[Reduction]:
@@ -344,14 +345,12 @@ class Split:
 
 
 def split_of(config, devices) -> Split:
-    compiled = ahead.compile_update(config, devices)
+    hlo = ahead.text_of(ahead.compile_update(config, devices))
     tables = {config.model.vocab_size, config.model.vocab_size // config.mesh.tensor}
     reductions = [
-        reduction
-        for reduction in reductions_of(ahead.text_of(compiled))
-        if not tables & set(reduction.dims)
+        reduction for reduction in reductions_of(hlo) if not tables & set(reduction.dims)
     ]
-    return Split(plan_of_run(config, devices=devices), reductions)
+    return Split(plan_of_run(config, devices=devices), hlo, reductions)
 
 
 def reductions_of(hlo: str) -> list[Reduction]:
@@ -433,3 +432,13 @@ def test_with_more_tensor_devices_than_key_heads_no_block_gradient_is_summed_who
     assert sum(reduction.num_elements for reduction in scattered) == num_elements
     assert all(reduction.in_loop for reduction in scattered)
     test_no_block_gradient_is_summed_whole(grouped)
+
+
+def test_rows_that_tensor_splits_are_gathered_and_scattered_without_a_copy(grouped):
+    """Of their sequence, 14 transposes stand beside the messages of a layer here."""
+    config = grouped.plan.config
+    rows = rows_of_group(config, grouped.plan.mesh.shape)
+    assert rows == config.mesh.tensor
+    stream = sorted((rows, config.seq_len, config.model.model_dim))
+    transposed = re.findall(r"= \w+\[([\d,]+)\]\S* transpose\(", grouped.hlo)
+    assert transposed and stream not in [sorted(map(int, dims.split(","))) for dims in transposed]

@@ -169,8 +169,12 @@ ON_DEVICES = {
         "config.model.mlp_dim=66 cannot be split",
         "set config.mesh.tensor to a divisor of 66",
     ),
-    "--config.mesh.tensor=2 --config.seq_len=33": ("config.seq_len=33", "sequence_parallel=False"),
-    "--config.mesh.context=2 --config.mesh.tensor=2 --config.seq_len=34": (
+    # One row of each two devices, which split its sequence.
+    "--config.mesh.tensor=2 --config.batch_size=4 --config.seq_len=33": (
+        "config.seq_len=33",
+        "sequence_parallel=False",
+    ),
+    "--config.mesh.context=2 --config.mesh.tensor=2 --config.batch_size=2 --config.seq_len=34": (
         "config.seq_len=34",
         "config.mesh.context=2 * config.mesh.tensor=2",
     ),

@@ -32,6 +32,7 @@ EXECUTION = Execution(
 RULES = shd.Rules(
     batch=("data", "fsdp"),
     seq=None,
+    residual_rows=("data", "fsdp"),
     residual_seq=None,
     act_embed=None,
     embed="fsdp",

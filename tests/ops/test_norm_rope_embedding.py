@@ -85,7 +85,11 @@ def test_a_split_table_gives_the_same_rows_and_gradient(rules, axis_types, in_or
     )
     weights = rng.normal(size=(8, 6, 8)).astype(np.float32)
     rules = shd.Rules(
-        batch=("data", "fsdp"), seq=None, residual_seq="tensor", act_embed=None
+        batch=("data", "fsdp"),
+        seq=None,
+        residual_rows=("data", "fsdp"),
+        residual_seq="tensor",
+        act_embed=None,
     ).replace(**rules)
     mesh = shd.make_mesh(data=2, fsdp=2, tensor=2, axis_types=axis_types)
 

@@ -71,6 +71,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     ),
     "ring 8": dict(fsdp=1, context=8, exchange="ring"),
     "ring 2, tp4 sp": dict(fsdp=1, tensor=4, context=2, exchange="ring"),
+    "ring 2, tp4 sp along the sequence": dict(
+        fsdp=1, tensor=4, context=2, exchange="ring", grad_accumulation=8
+    ),
     "ring 4, zero2 accumulated": dict(
         fsdp=2, context=4, zero=2, grad_accumulation=2, exchange="ring"
     ),
@@ -256,7 +259,7 @@ def test_auto_takes_all_to_all_where_heads_divide_and_a_ring_where_keys_are_many
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "seq_len": (dict(context=8, seq_len=36), r"config.seq_len=36: .*config.mesh.context=8"),
     "seq_len with sp": (
-        dict(context=2, tensor=4, seq_len=36),
+        dict(context=2, tensor=4, seq_len=36, batch_size=2),
         r"config.seq_len=36: .*config.mesh.context=2 \* config.mesh.tensor=4",
     ),
     "seq_len in chunks": (

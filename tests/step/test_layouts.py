@@ -27,6 +27,7 @@ LAYOUTS = {
     "tp8 over 2 key heads": dict(fsdp=1, tensor=8, sequence_parallel=False),
     "tp2 sp": dict(num_devices=2, fsdp=1, tensor=2),
     "tp4 sp over 2 key heads": dict(fsdp=2, tensor=4),
+    "tp4 sp along the sequence": dict(fsdp=2, tensor=4, grad_accumulation=4),
     "tp8 sp over 2 key heads": dict(fsdp=1, tensor=8),
     "dp tp": dict(data=4, fsdp=1, tensor=2, sequence_parallel=False),
     "fsdp tp sp": dict(fsdp=4, tensor=2),
@@ -45,6 +46,29 @@ def test_a_layout_starts_the_same_and_trains_the_same_as_one_device(run, layout,
     for mine, theirs in zip(here.first_batch, alone.first_batch, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert_trains_like(here, alone)
+
+
+# Of 16 rows.
+SPLITS_ROWS: dict[str, tuple[dict[str, Any], bool]] = {
+    "8 of 2 devices": (dict(data=2, fsdp=1, stage=2, tensor=2, grad_accumulation=2), True),
+    "4 of 4": (dict(fsdp=2, tensor=4, grad_accumulation=2), True),
+    "4 of 4, in halves": (dict(fsdp=2, tensor=4, grad_accumulation=2, async_tensor=True), False),
+    "2 of 4": (dict(fsdp=2, tensor=4, grad_accumulation=4), False),
+    "2 of 2, beside context": (dict(fsdp=2, context=2, tensor=2, grad_accumulation=4), True),
+    "1 of 2": (dict(fsdp=4, tensor=2, grad_accumulation=4), False),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS_ROWS)
+def test_sequence_parallelism_splits_rows_where_there_is_one_for_each_device(case):
+    settings, splits_rows = SPLITS_ROWS[case]
+    rules = make_plan(small_config(**settings)).rules
+    by_rows, by_sequence = (
+        "tensor" in rules.mesh_axes(axis) for axis in ("residual_rows", "residual_seq")
+    )
+    assert (by_rows, by_sequence) == (splits_rows, not splits_rows)
+    beyond = set(rules.mesh_axes("residual_seq")) - set(rules.mesh_axes("seq"))
+    assert beyond == (set() if splits_rows else {"tensor"})
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "attention", "attention_mlp", "gemms"])

@@ -40,7 +40,9 @@ def of_keys(operands, begins, *, spans: Spans, scores: Scores, dq):
     visits = tiles_of_queries(spans, num_keys=num_keys, tile_q=tile_q, tile_k=TILE_K)
     # One tile at least: the zeros before the first step are waited for in it.
     visits = visits.one_at_least(q_BSNH.shape[1] // tile_q)
-    dealt = deal(visits, num_heads=num_key_heads, masked_cost=1.0)
+    # Queries, their gradients, and dq in float32.
+    head_bytes = 4 * q_BSNH.nbytes // num_key_heads
+    dealt = deal(visits, num_heads=num_key_heads, head_bytes=head_bytes)
 
     def flash_attention_backward(*refs, keys_used, **scratch):
         *read, table, dq, dk, dv = refs

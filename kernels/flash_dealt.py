@@ -18,6 +18,8 @@ from jax import lax
 from jaxscale.kernels.flash_spans import Visits, Work
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200
+# Of its L2 cache, 50 MiB of which half is far from each multiprocessor.
+L2_BYTES = 24 * 2**20
 
 
 class Item(NamedTuple):
@@ -59,10 +61,12 @@ class Dealt:
         return Item(row, head, tile, Work(*work))
 
 
-def deal(visits: Visits, *, num_heads: int, masked_cost: float) -> Dealt:
-    """All heads of a tile stand together: those that share keys read them at the same time.
+def deal(visits: Visits, *, num_heads: int, head_bytes: int, masked_cost: float = 1.0) -> Dealt:
+    """Each program makes its tiles of a few heads after those of others: what these read is then
+    in the L2 cache for all programs.
 
-    masked_cost: of a visited tile with a mask; one without takes 1.
+    head_bytes: what the programs of one head read, and add to, in all rows; its part of what heads
+    share. masked_cost: of a visited tile with a mask; one without takes 1.
     """
     num_rows, num_tiles = visits.begin.shape
     num_items = num_rows * num_tiles * num_heads
@@ -72,12 +76,16 @@ def deal(visits: Visits, *, num_heads: int, masked_cost: float) -> Dealt:
     cost = num_whole + masked_cost * (end - begin - num_whole)
     most_first = jnp.argsort(-cost.reshape(-1))
     program, turn = np.arange(num_programs)[:, None], np.arange(-(-num_items // num_programs) + 1)
-    place = np.minimum(_place(program, turn, num_programs=num_programs), num_items - 1)
-    tile_of_row = most_first[place // num_heads].astype(jnp.int32)
-    head = jnp.asarray(place % num_heads, jnp.int32)
-    item = [tile_of_row // num_tiles, head, tile_of_row % num_tiles]
-    work = [x.reshape(-1)[tile_of_row].astype(jnp.int32) for x in visits]
-    return Dealt(jnp.stack(item + work, axis=-1), num_items)
+    place = _place(program, turn, num_programs=num_programs)
+    # All heads of a tile stand together, each time another first, so that a program gets all.
+    head = (place + place // num_heads) % num_heads
+    few = max(1, L2_BYTES // head_bytes)
+    by_head = np.argsort(np.where(place < num_items, head // few, num_heads), kind="stable")
+    place, head = (np.take_along_axis(x, by_head, axis=1) for x in (place, head))
+    tile_of_row = most_first[np.minimum(place, num_items - 1) // num_heads]
+    where = [tile_of_row // num_tiles, jnp.asarray(head), tile_of_row % num_tiles]
+    work = [x.reshape(-1)[tile_of_row] for x in visits]
+    return Dealt(jnp.stack(where + work, axis=-1).astype(jnp.int32), num_items)
 
 
 def _place(program, turn, *, num_programs: int):

@@ -48,7 +48,8 @@ def forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float, cap: float | 
     rows, seq, num_heads, head_size = q_BSNH.shape
     tiles = tiles_of(head_size, seq=seq, cap=cap)
     visits = visits_of(spans, num_keys=k_BTKH.shape[1], tiles=tiles)
-    dealt = deal(visits, num_heads=num_heads, masked_cost=MASKED_COST)
+    head_bytes = (k_BTKH.nbytes + v_BTKH.nbytes) // num_heads
+    dealt = deal(visits, num_heads=num_heads, head_bytes=head_bytes, masked_cost=MASKED_COST)
     operand = functools.partial(swizzled, dtype=q_BSNH.dtype)
     loaded = plgpu.Barrier(num_barriers=tiles.stages)
     used = plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=tiles.stages)

@@ -174,17 +174,19 @@ DOCUMENTS = [100, 996, 2000, 1000]
 
 
 # most: what the busiest may have, of the mean; of documents of one row it makes two tiles.
+@pytest.mark.parametrize("heads_at_once", [16, 4])
 @pytest.mark.parametrize(
     ("lengths", "num_rows", "most"),
     [([4096], 1, 1.04), ([4096], 4, 1.04), (DOCUMENTS, 1, 1.2), (DOCUMENTS, 4, 1.04)],
 )
-def test_tiles_are_dealt_once_and_evenly(lengths, num_rows, most, monkeypatch):
+def test_tiles_are_dealt_once_and_evenly(lengths, num_rows, most, heads_at_once, monkeypatch):
     monkeypatch.setattr(flash_dealt, "PROGRAMS", 132)
     heads, tiles = 16, 16
     segments = np.tile(np.repeat(1 + np.arange(len(lengths)), lengths), (num_rows, 1))
     spans = flash_spans.of_segments(jnp.asarray(segments, jnp.int32), window=None)
     visits = flash_spans.tiles_of_keys(spans, num_keys=4096, tile_q=256, tile_k=64)
-    dealt = flash_dealt.deal(visits, num_heads=heads, masked_cost=1.0)
+    head_bytes = flash_dealt.L2_BYTES // heads_at_once
+    dealt = flash_dealt.deal(visits, num_heads=heads, head_bytes=head_bytes)
     table, counts = np.asarray(dealt.table), dealt.num_of(np.arange(132))
     own = [items[:count] for items, count in zip(table, counts, strict=True)]
     places = {tuple(item[:3]) for items in own for item in items}
@@ -193,6 +195,7 @@ def test_tiles_are_dealt_once_and_evenly(lengths, num_rows, most, monkeypatch):
     assert all((stacked[row, tile] == work).all() for row, _, tile, *work in table.reshape(-1, 7))
     busy = [(items[:, 4] - items[:, 3] + 4).sum() for items in own]
     assert max(busy) < most * np.mean(busy)
+    assert all((np.diff(items[:, 1] // heads_at_once) >= 0).all() for items in own)
 
 
 @pytest.mark.skipif(IS_GPU, reason="a GPU looks for no races")

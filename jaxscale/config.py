@@ -115,6 +115,12 @@ class Attention(enum.StrEnum):
     XLA = "xla"
 
 
+class Norm(enum.StrEnum):
+    AUTO = "auto"
+    XLA = "xla"
+    TRITON = "triton"
+
+
 class Recipe(enum.StrEnum):
     """In which numbers the layers' products with weights are made; `ops/fp8.py` has the arithmetic.
 
@@ -481,6 +487,7 @@ class Config:
     # Layers per iteration of the scan over layers.
     scan_unroll: int = number(least=1, default=1)
     attention: Attention = Attention.AUTO
+    norm: Norm = Norm.AUTO
     # The same bits each time on the same GPUs: no kernel adds in the order in which its threads
     # happen to come (docs/reliability.md). CPUs always do.
     deterministic: bool = False

@@ -5,6 +5,7 @@
     python scripts/bench_kernel.py grouped [--cases=e64,top8,...]
     python scripts/bench_kernel.py quantize [--cases=gate,qkv,...]
     python scripts/bench_kernel.py adamw8bit [--cases=gate,qkv,...]
+    python scripts/bench_kernel.py rms_norm [--cases=1b,8b,70b]
 
 Kernels take turns on the same random arrays; a figure is the median of seven timings of eight
 calls (grouped products: of one program of eight). Attention's TFLOP/s count the pairs of a query
@@ -24,6 +25,7 @@ from jaxscale.perf import (
     grouped_speed,
     matmul_speed,
     quantize_speed,
+    rms_norm_speed,
 )
 
 CASES = flags.DEFINE_list("cases", [], "which, of those that the kernel has; all but tiny")
@@ -34,6 +36,7 @@ KERNELS: dict[str, tuple[Callable[[Sequence[str]], Iterator[str]], Sequence[str]
     "grouped": (grouped_speed.measure, list(grouped_speed.CASES)),
     "matmul": (matmul_speed.measure, list(matmul_speed.CASES)),
     "quantize": (quantize_speed.measure, list(quantize_speed.CASES)),
+    "rms_norm": (rms_norm_speed.measure, list(rms_norm_speed.CASES)),
 }
 
 

@@ -20,6 +20,7 @@ CALLBACKS = {
     "jaxscale/step/stages.py:held_out_loss.on_stage": "jax.shard_map",
     "jaxscale/step/stages.py:loss_and_gradients.on_stage": "jax.shard_map",
     "jaxscale/ops/loss.py:_cross_entropy_bwd": "jax.custom_vjp",
+    "jaxscale/ops/norm.py:_normed_bwd": "jax.custom_vjp",
     "kernels/cudnn_attention.py:_attention_bwd": "jax.custom_vjp",
     "kernels/flash_attention.py:_attention_bwd": "jax.custom_vjp",
     "jaxscale/sharding.py:_map_described.of_names": "jax.tree_util.tree_map_with_path",

@@ -25,7 +25,7 @@ from jaxscale.ops.gated import swiglu
 from jaxscale.ops.kept import Kept
 from jaxscale.ops.layers import FINITE, is_finite, run_layers, stack_layers
 from jaxscale.ops.linear import linear
-from jaxscale.ops.norm import rms_norm
+from jaxscale.ops.norm import normed_stream, rms_norm
 
 # Vocabularies are padded to a multiple of this, in every layout alike: any usual tensor axis
 # divides it.
@@ -258,10 +258,10 @@ class Block(nnx.Module):
         self.k_norm = shd.param(rngs, shape, axes="head", fill=neutral)
 
     def attend(
-        self, x_BSD, *, cos_sin, documents: Documents | Kept, execution: Execution, **options
+        self, normed_BSD, *, cos_sin, documents: Documents | Kept, execution: Execution, **options
     ):
-        """What attention adds to the residual stream; options: those of ops.attention."""
-        x_BSD = shd.constrain(normed(x_BSD, self.attention_norm, c=self.c), WHOLE)
+        """What attention adds to the residual stream, of its norm; options: of ops.attention."""
+        x_BSD = shd.constrain(normed_BSD, WHOLE)
         q_BSNH, k_BSKH, v_BSKH = self._project(x_BSD, execution)
         if hasattr(self, "q_norm"):
             q_BSNH = normed(q_BSNH, self.q_norm, c=self.c)
@@ -330,9 +330,15 @@ class Block(nnx.Module):
             q_BSNH, kv_BSKMH = _plus(q_BSNH, q_bias), _plus(kv_BSKMH, bias[:, group:])
         return q_BSNH, *jax.lax.split(kv_BSKMH, (1, 1), axis=3)
 
-    def feed_forward(self, x_BSD, *, execution: Execution, activation=swiglu):
-        """What the feed-forward half adds to the residual stream."""
-        x_BSD = shd.constrain(normed(x_BSD, self.mlp_norm, c=self.c), WHOLE)
+    def normed(self, x_BSD, norm, *, execution: Execution, added_BSD=None):
+        """(x, its norm) of the residual stream, or of what it becomes with `added_BSD`."""
+        scale = norm[...] + (1.0 - self.c.neutral_scale())
+        options: dict[str, Any] = dict(eps=self.c.norm_eps, axes=RESIDUAL, execution=execution)
+        return normed_stream(x_BSD, scale, added_BSD=added_BSD, **options)
+
+    def feed_forward(self, normed_BSD, *, execution: Execution, activation=swiglu):
+        """What the feed-forward half adds to the residual stream, of its norm."""
+        x_BSD = shd.constrain(normed_BSD, WHOLE)
         gate_BSF, up_BSF = (
             checkpoint_name(
                 linear(

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale import sharding as shd
 from jaxscale.config import number
@@ -100,8 +99,9 @@ class Block(decoder.Block):
 def block(x_BSD, weights: Block, shared, execution: Execution, *, is_local: bool):
     """One layer: (x, no aux)."""
     c = weights.c
+    x_BSD, normed_BSD = weights.normed(x_BSD, weights.attention_norm, execution=execution)
     added_BSD = weights.attend(
-        x_BSD,
+        normed_BSD,
         cos_sin=shared["local" if is_local else "global"],
         documents=shared["documents"],
         execution=execution,
@@ -109,9 +109,11 @@ def block(x_BSD, weights: Block, shared, execution: Execution, *, is_local: bool
         window=c.window if is_local else None,
         cap=c.score_cap,
     )
-    x_BSD = x_BSD + decoder.normed(added_BSD, weights.post_attention_norm, c=c)
-    x_BSD = checkpoint_name(x_BSD, "residual")
-    added_BSD = weights.feed_forward(x_BSD, execution=execution, activation=geglu)
+    added_BSD = decoder.normed(added_BSD, weights.post_attention_norm, c=c)
+    x_BSD, normed_BSD = weights.normed(
+        x_BSD, weights.mlp_norm, added_BSD=added_BSD, execution=execution
+    )
+    added_BSD = weights.feed_forward(normed_BSD, execution=execution, activation=geglu)
     return x_BSD + decoder.normed(added_BSD, weights.post_mlp_norm, c=c), {}
 
 

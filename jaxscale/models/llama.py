@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.config import number
 from jaxscale.models import decoder, hugging_face
@@ -79,15 +78,18 @@ class Block(decoder.Block):
 def block(x_BSD, weights: Block, shared, execution: Execution):
     """One layer: (x, no aux). shared: cos and sin of the positions, and the documents."""
     cos_sin, documents = shared
-    x_BSD = x_BSD + weights.attend(
-        x_BSD,
+    x_BSD, normed_BSD = weights.normed(x_BSD, weights.attention_norm, execution=execution)
+    added_BSD = weights.attend(
+        normed_BSD,
         cos_sin=cos_sin,
         documents=documents,
         execution=execution,
         window=weights.c.window,
     )
-    x_BSD = checkpoint_name(x_BSD, "residual")
-    return x_BSD + weights.feed_forward(x_BSD, execution=execution), {}
+    x_BSD, normed_BSD = weights.normed(
+        x_BSD, weights.mlp_norm, added_BSD=added_BSD, execution=execution
+    )
+    return x_BSD + weights.feed_forward(normed_BSD, execution=execution), {}
 
 
 # As Hugging Face has it.

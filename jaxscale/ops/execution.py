@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxscale.config import Attention, Balance, Dtype, Exchange, Remat
+from jaxscale.config import Attention, Balance, Dtype, Exchange, Norm, Remat
 from jaxscale.ops.delayed import Meters
 from jaxscale.ops.fp8 import Fp8
 
@@ -30,7 +30,11 @@ class Execution:
     scan_unroll: int = 1
     # Barriers keep XLA from keeping more than `remat` says; `ops/layers.py` finds out.
     is_lean: bool = False
+    # Nothing keeps XLA from keeping all that the backward pass reads; found out there too.
+    is_rich: bool = False
     attention: Attention = Attention.AUTO
+    # Of the residual stream; inference stays with XLA's.
+    norm: Norm = Norm.XLA
     # How attention brings together a sequence that is split (`ops/context.py`), and how it is dealt
     # to the devices, but for all-to-all (`ops/deal.py`).
     exchange: Exchange = Exchange.ALL_TO_ALL

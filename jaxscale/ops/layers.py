@@ -35,6 +35,8 @@ SAVED: dict[Remat, tuple[str, ...]] = {
 SAVED[Remat.GEMMS] = SAVED[Remat.GEMMS_LEAN]
 # Before compile/fit.py has chosen, and in evaluations, which save nothing.
 SAVED[Remat.AUTO] = SAVED[Remat.GEMMS]
+# Those that are not there for their memory.
+RICH = (Remat.NONE, Remat.GEMMS, Remat.AUTO)
 
 # (x, weights of one layer, what the stack shares, execution) -> (x, aux)
 Block = Callable[[Any, Any, Any, Execution], tuple[Any, dict]]
@@ -136,8 +138,10 @@ def run_layers(stack: Stack, x, *, documents: Documents, execution: Execution):
 
 def _run_layers(stack: Stack, x, *, shared, execution: Execution):
     num_layers = stack.num_layers
-    is_lean = _is_lean(execution, num_layers)
-    execution = dataclasses.replace(execution, is_lean=is_lean)
+    is_unrolled, is_rich = execution.scan_unroll >= num_layers, execution.remat in RICH
+    # Whether there is no loop, and the policy is there for its memory.
+    is_lean = is_unrolled and not is_rich
+    execution = dataclasses.replace(execution, is_lean=is_lean, is_rich=is_unrolled and is_rich)
     if _ends(execution) and execution.scan_unroll < num_layers:
         return _run_with_ends(stack, x, shared=shared, execution=execution)
     layers = layers_of(stack, execution)
@@ -322,12 +326,6 @@ def _remat(layer, execution: Execution):
     # Without a loop it does undo it, and a lean policy would save nothing. `gemms` is for speed and
     # keeps what XLA makes of it: norms and activations too, 0.45 GiB a layer of 8B and 8192 tokens.
     return jax.checkpoint(layer, policy=policy, prevent_cse=execution.is_lean)
-
-
-def _is_lean(execution: Execution, num_layers: int) -> bool:
-    """Whether there is no loop, and the policy is there for its memory."""
-    rich = (Remat.NONE, Remat.GEMMS, Remat.AUTO)
-    return execution.scan_unroll >= num_layers and execution.remat not in rich
 
 
 # Layers that the backward pass may be ahead of its weight gradients. With 1, half of the

@@ -275,6 +275,7 @@ def execution_of(
         scan_unroll=config.scan_unroll,
         async_tensor=config.mesh.async_tensor,
         attention=config.attention,
+        norm=config.norm,
         exchange=exchange,
         balance=config.context.balance,
         max_documents=config.data.max_documents_per_row,

@@ -53,6 +53,7 @@ TYPES = {
 CHOICES = {
     "--config.remat=everything": ("--config.remat=everything", "auto|full|attention"),
     "--config.attention=flashattention": ("--config.attention=flashattention", "flash|cudnn|xla"),
+    "--config.norm=layer": ("--config.norm=layer", "auto|xla|triton"),
     "--config.dtype=bf16": ("--config.dtype=bf16", "bfloat16|float16|float32"),
     "--config.mesh.reduce_dtype=fp8": ("--config.mesh.reduce_dtype=fp8", "bfloat16|float16"),
     "--config.mesh.axis_types=implicit": ("--config.mesh.axis_types=implicit", "explicit|auto"),
@@ -200,6 +201,7 @@ ON_DEVICES = {
     " --config.pipeline.chunks=4": ("config.pipeline.chunks=4", "set it to 3 or less"),
     "--config.attention=flash": ("config.attention='flash' cannot run", "'auto'"),
     "--config.attention=cudnn": ("config.attention='cudnn' cannot run", "'auto'"),
+    "--config.norm=triton": ("config.norm='triton' cannot run: it needs", "config.norm='auto'"),
     "--config.frozen=": ("config.frozen=('',) leaves no parameter", "name fewer"),
     "--config.xla_options=optimization_level=O9": ("'optimization_level=O9'", "O0, O1, O2, O3"),
 }

@@ -74,6 +74,16 @@ def test_rounding_to_8_bits_is_timed_beside_a_copy(capsys):
     assert sum("left out: it needs an NVIDIA GPU, not cpu" in line for line in lines) == 5
 
 
+def test_norms_are_timed_beside_a_copy(capsys):
+    assert Script("bench_kernel").run("rms_norm", "--cases=tiny") == 0
+    head, case, reason, *lines = capsys.readouterr().out.splitlines()
+    assert head.endswith("bfloat16") and case == "tiny: [64, 128]"
+    assert "left out: it needs an NVIDIA GPU, not cpu" in reason
+    passes = [line.split(", xla ")[0].strip() for line in lines if ", xla " in line]
+    assert passes == ["norm", "sum and norm", "backward"]
+    assert all(line.endswith("of a copy") for line in lines)
+
+
 def test_updates_in_8_bits_are_timed_beside_those_of_float32_moments(capsys):
     assert Script("bench_kernel").run("adamw8bit", "--cases=tiny") == 0
     _, reason, case, *lines = capsys.readouterr().out.splitlines()

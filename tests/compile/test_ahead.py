@@ -347,9 +347,7 @@ class Split:
 def split_of(config, devices) -> Split:
     hlo = ahead.text_of(ahead.compile_update(config, devices))
     tables = {config.model.vocab_size, config.model.vocab_size // config.mesh.tensor}
-    reductions = [
-        reduction for reduction in reductions_of(hlo) if not tables & set(reduction.dims)
-    ]
+    reductions = [reduction for reduction in reductions_of(hlo) if not tables & set(reduction.dims)]
     return Split(plan_of_run(config, devices=devices), hlo, reductions)
 
 

@@ -5,9 +5,9 @@
 with `--config.data.path=...` for text of your own.
 
 Hardware: 64 or more H100: tensor 4 inside each node, FSDP across the nodes. Not run at this size:
-compiled for 64 H100 on a machine without any (jax 0.11.2), its update asks for 67.4 GiB a GPU
-besides NCCL and cuDNN, and 378 GB of what it sends have no work beside them, about 2 s of some 14;
-with tensor 8 and without async_tensor 1,843 GB, over 6 s (docs/parallelism.md).
+compiled for 64 H100 on a machine without any (jax 0.11.2), its update asks for 66.1 GiB a GPU
+besides NCCL and cuDNN, and 355 GB of what it sends have no work beside them, about 2 s of some 14;
+with tensor 8 and without async_tensor 1,395 GB, over 5 s (docs/parallelism.md).
 """
 
 from jaxscale.config import Config, DataConfig, MeshConfig, Remat

@@ -11,6 +11,7 @@ from jaxscale.command_line import read_config
 from jaxscale.compile import ahead
 from jaxscale.compile.traffic import axes_of, collectives_of
 from jaxscale.config import MeshConfig, PipelineConfig, PipelineSchedule, Remat
+from jaxscale.parallel.schedules import Shape, buffers, timetable
 from jaxscale.step.plan import plan_of_run
 
 pytestmark = [
@@ -36,17 +37,23 @@ class Update:
 
 @pytest.fixture(scope="module")
 def compiled():
-    """`compiled(num_microbatches, is_unrolled=..., **mesh)`: 1F1B over 4 stages of 2 GPUs."""
+    """`compiled(num_microbatches, is_unrolled=..., chunks=..., **mesh)`: 1F1B, interleaved if there
+    are chunks, over 4 stages of 2 GPUs unless the mesh says otherwise."""
     devices = ahead.devices_of("h100", hosts=1, gpus_per_host=8)
 
-    def compile(num_microbatches: int, *, is_unrolled: bool = False, **mesh) -> Update:
+    def compile(
+        num_microbatches: int, *, is_unrolled: bool = False, chunks: int = 1, **mesh
+    ) -> Update:
         config = read_config([f"--config={CONFIG}"])
         config.model = dataclasses.replace(config.model, num_layers=LAYERS)
         config.data.max_documents_per_row = 8
         config.scan_unroll, config.remat = LAYERS if is_unrolled else 1, Remat.ATTENTION
-        config.mesh = MeshConfig(stage=STAGES, **(dict(fsdp=2) | mesh))
-        config.pipeline = PipelineConfig(schedule=PipelineSchedule.ONE_F_ONE_B)
-        config.batch_size, config.grad_accumulation = 2 * num_microbatches, num_microbatches
+        config.mesh = MeshConfig(**(dict(stage=STAGES, fsdp=2) | mesh))
+        one = PipelineConfig(schedule=PipelineSchedule.ONE_F_ONE_B)
+        several = PipelineConfig(schedule=PipelineSchedule.INTERLEAVED, chunks=chunks)
+        config.pipeline = several if chunks > 1 else one
+        config.grad_accumulation = num_microbatches
+        config.batch_size = num_microbatches * 8 // config.mesh.stage  # a row a device
         sizes = dict(plan_of_run(config, devices=devices).mesh.shape)
         return Update(ahead.compile_update(config, devices), sizes=sizes)
 
@@ -92,6 +99,17 @@ def test_no_stash_is_copied_in_a_loop(of_8):
     stash = rf"\w+\[{2 * STAGES - 1},{LAYERS // STAGES},[\d,]*\]"
     assert re.search(rf"%\S+ = {stash}", of_8.hlo)
     assert not re.search(rf"%\S+ = {stash}\S* copy\(", of_8.hlo)
+
+
+def test_none_is_copied_where_a_loop_has_several_blocks(compiled):
+    """Of two stages with four chunks of 8B it was 31 GB in each turn of the loop."""
+    interleaved = PipelineSchedule.INTERLEAVED
+    shape = Shape(schedule=interleaved, num_stages=2, num_microbatches=8, num_chunks=4)
+    num_slots = buffers(timetable(shape)).depth["residuals"]
+    hlo = compiled(8, is_unrolled=True, chunks=4, stage=2, fsdp=4).hlo
+    stash = rf"bf16\[{num_slots},1,{TOKENS},[\d,]*\]"
+    assert re.search(rf"%\S+ = {stash}", hlo)
+    assert not re.search(rf"%\S+ = {stash}\S* copy\(", hlo)
 
 
 def test_gradients_of_unrolled_layers_are_added_where_their_products_are_made(compiled):

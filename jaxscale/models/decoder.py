@@ -22,6 +22,7 @@ from jaxscale.ops.documents import Documents
 from jaxscale.ops.embedding import embed
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.gated import swiglu
+from jaxscale.ops.halves import RESIDUAL
 from jaxscale.ops.kept import Kept
 from jaxscale.ops.layers import FINITE, is_finite, run_layers, stack_layers
 from jaxscale.ops.linear import linear
@@ -31,7 +32,6 @@ from jaxscale.ops.norm import normed_stream, rms_norm
 # divides it.
 VOCAB_MULTIPLE = 128
 
-RESIDUAL = "residual_rows residual_seq act_embed"
 WHOLE = "batch seq act_embed"
 
 
@@ -332,7 +332,7 @@ class Block(nnx.Module):
 
     def normed(self, x_BSD, norm, *, execution: Execution, added_BSD=None):
         """(x, its norm) of the residual stream, or of what it becomes with `added_BSD`."""
-        scale = norm[...] + (1.0 - self.c.neutral_scale())
+        scale = _scale(norm, c=self.c)
         options: dict[str, Any] = dict(eps=self.c.norm_eps, axes=RESIDUAL, execution=execution)
         return normed_stream(x_BSD, scale, added_BSD=added_BSD, **options)
 
@@ -366,7 +366,11 @@ class Block(nnx.Module):
 
 def normed(x, scale, *, c: Config):
     """x / rms(x) times the scale, a Param, as the family stores it."""
-    return rms_norm(x, scale[...] + (1.0 - c.neutral_scale()), eps=c.norm_eps)
+    return rms_norm(x, _scale(scale, c=c), eps=c.norm_eps)
+
+
+def _scale(scale, *, c: Config):
+    return scale[...] + (1.0 - c.neutral_scale())
 
 
 def _sizes(c: Config) -> tuple[int, int, int, int]:

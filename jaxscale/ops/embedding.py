@@ -5,7 +5,6 @@ each.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,7 +26,7 @@ def embed(tokens_BS, table_VD, *, dtype, in_order: bool = False):
     # Stages of a pipeline share the vocabulary too, each within its own region.
     vocab_axes = shd.mesh_axes("vocab", with_manual=True)
     embed_axes = shd.mesh_axes("embed")
-    scattered = scattered_over(vocab_axes)
+    scattered = scattered_over_vocab()
 
     rows = functools.partial(_rows, vocab_axes=vocab_axes, in_order=in_order)
 
@@ -43,11 +42,11 @@ def embed(tokens_BS, table_VD, *, dtype, in_order: bool = False):
         for dim, axes in enumerate(scattered):
             if axes:
                 x_BSD = jax.lax.psum_scatter(x_BSD, axes, scatter_dimension=dim, tiled=True)
-        left = tuple(a for a in vocab_axes if a not in (*scattered.rows, *scattered.seq))
+        left = tuple(a for a in vocab_axes if a not in scattered.mesh_axes)
         return jax.lax.psum(x_BSD, left) if left else x_BSD
 
-    out_axes = scattered.axes
-    mapped = shd.shard_map(local, in_axes=("batch seq", "vocab embed"), out_axes=out_axes)
+    in_axes = "batch seq", "vocab embed"
+    mapped = shd.shard_map(local, in_axes=in_axes, out_axes=scattered.axes)
     with jax.named_scope("embedding"):
         return mapped(tokens_BS, table_VD)
 
@@ -64,9 +63,14 @@ class Scattered(NamedTuple):
         rows = "residual_rows" if self.rows else "batch"
         return f"{rows} {'residual_seq' if self.seq else 'seq'} act_embed"
 
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        return self.rows + self.seq
 
-def scattered_over(vocab_axes: Sequence[str]) -> Scattered:
+
+def scattered_over_vocab() -> Scattered:
     """Sequence parallelism, if over devices that share the vocabulary, whose sums are scattered."""
+    vocab_axes = shd.mesh_axes("vocab", with_manual=True)
 
     def beyond(split: str, shared: str) -> tuple[str, ...]:
         axes = tuple(a for a in shd.mesh_axes(split) if a not in shd.mesh_axes(shared))

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jaxscale import sharding as shd
 from jaxscale.ops.documents import Documents
 
-ROWS = "residual_rows residual_seq act_embed"
+RESIDUAL = "residual_rows residual_seq act_embed"
 
 
-def split(x_BSD, axes: str = ROWS):
+def split(x_BSD, axes: str = RESIDUAL):
     """The first and the second half of each device's rows. Raises ValueError if they are odd.
 
     Of rows that devices share, and that are split between blocks, the halves of each one's part.
@@ -47,7 +47,9 @@ def split(x_BSD, axes: str = ROWS):
 def join(halves):
     """The inverse of `split`."""
     local = functools.partial(jnp.concatenate, axis=0)
-    mapped = shd.shard_map(lambda a, b: local([a, b]), in_axes=(ROWS, ROWS), out_axes=ROWS)
+    mapped = shd.shard_map(
+        lambda a, b: local([a, b]), in_axes=(RESIDUAL, RESIDUAL), out_axes=RESIDUAL
+    )
     return mapped(*halves)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale import sharding as shd
-from jaxscale.ops.embedding import scattered_over
+from jaxscale.ops.embedding import scattered_over_vocab
 
 # bfloat16 logits of a chunk: 1 GiB at a vocabulary of 128k.
 CHUNK_TOKENS = 4096
@@ -52,8 +52,7 @@ def cross_entropy(
     """
     options = _Options(vocab_size=vocab_size, z_loss=z_loss, cap=cap, dtype=jnp.dtype(dtype))
     # Outside of the derivative, whose gradient is laid out as what comes in.
-    vocab_axes = shd.mesh_axes("vocab", with_manual=True)
-    x_BSD = shd.constrain(x_BSD, scattered_over(vocab_axes).axes)
+    x_BSD = shd.constrain(x_BSD, scattered_over_vocab().axes)
     return _cross_entropy(x_BSD, head_DV, targets_BS, enlarged, options)
 
 
@@ -94,8 +93,8 @@ def _run(x_BSD, head_DV, targets_BS, *, options, with_gradients, enlarged=None):
     # x comes in parts along these, and its gradient goes so. A chunk has as many tokens of each
     # part, so that x is whole a chunk at a time, and of a sum over the vocabulary each device gets
     # its part. Over stages, which may be on other hosts, those alone are sent.
-    scattered = scattered_over(vocab_axes)
-    part_axes = (*scattered.rows, *scattered.seq)
+    scattered = scattered_over_vocab()
+    part_axes = scattered.mesh_axes
 
     def varying(x, axes):
         return jax.lax.pcast(x, axes, to="varying") if axes else x

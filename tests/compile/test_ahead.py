@@ -5,7 +5,6 @@
 
 import collections
 import dataclasses
-import importlib.util
 import math
 import re
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 import pytest
 
+from jaxscale.command_line import read_config
 from jaxscale.compile import ahead, fit
 from jaxscale.compile.traffic import collectives_of, computations, groups_over
 from jaxscale.config import Dtype, MeshConfig, Remat, rows_of_group
@@ -28,6 +28,7 @@ pytestmark = [
     # XLA's plugin for CUDA reports on machines without CUDA's libraries.
     pytest.mark.filterwarnings("ignore"),
 ]
+CONFIG = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
 H200 = "NVIDIA H200"
 LAYERS, VOCAB, DIM, CHUNK = 8, 128_256, 4096, 2048
 OWN_CHUNK = loss.CHUNK_TOKENS
@@ -39,14 +40,9 @@ def config_8b():
 
     With 8 layers, scanned and gathered twice.
     """
-    path = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
-    spec = importlib.util.spec_from_file_location("llama3_8b", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
 
     def make(**changes):
-        config = module.get_config()
+        config = read_config([f"--config={CONFIG}"])
         config.model = dataclasses.replace(config.model, num_layers=LAYERS)
         config.data.max_documents_per_row = 8
         config.mesh.reshard_after_forward = True

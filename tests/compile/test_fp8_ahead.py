@@ -1,13 +1,13 @@
 """The 8B step with products in 8 bits, compiled for H100s that are not here: what becomes of it."""
 
 import dataclasses
-import importlib.util
 import re
 from pathlib import Path
 
 import jax
 import pytest
 
+from jaxscale.command_line import read_config
 from jaxscale.compile import ahead
 from jaxscale.config import MeshConfig, Recipe, Remat
 from jaxscale.kernels import hopper, quantize
@@ -17,6 +17,7 @@ pytestmark = [
     # XLA's plugin for CUDA reports on machines without CUDA's libraries.
     pytest.mark.filterwarnings("ignore"),
 ]
+CONFIG = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
 LAYERS = 2
 # Products of a layer: with qkv, out, gate, up and down; each with its two gradients.
 PRODUCTS = 3 * 5
@@ -25,12 +26,7 @@ INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.
 
 def compiled_8b(*, num_layers: int = LAYERS, **changes) -> str:
     """So many layers of it, unrolled."""
-    path = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
-    spec = importlib.util.spec_from_file_location("llama3_8b", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config()
+    config = read_config([f"--config={CONFIG}"])
     config.model = dataclasses.replace(config.model, num_layers=num_layers)
     config.data.max_documents_per_row, config.scan_unroll = 8, num_layers
     config.remat, config.batch_size = Remat.GEMMS, 8

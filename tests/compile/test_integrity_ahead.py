@@ -1,7 +1,6 @@
 """The checks of a run's integrity, compiled for H100s that are not here: what they cost there."""
 
 import dataclasses
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxscale import sharding as shd
+from jaxscale.command_line import read_config
 from jaxscale.compile import ahead, fit
 from jaxscale.step.feed import abstract_batch
 from jaxscale.step.plan import plan_of_run
@@ -22,6 +22,7 @@ pytestmark = [
     # XLA's plugin for CUDA reports on machines without CUDA's libraries.
     pytest.mark.filterwarnings("ignore"),
 ]
+CONFIG = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
 OPTIONS: Any = ahead.COMPILER_OPTIONS
 SCATTER = re.compile(r"^.* scatter\(.*$", re.MULTILINE)
 
@@ -29,12 +30,7 @@ SCATTER = re.compile(r"^.* scatter\(.*$", re.MULTILINE)
 @pytest.fixture(scope="module")
 def plan():
     """8 layers of 8B, HSDP 2 x 4: all of the state has a copy."""
-    path = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
-    spec = importlib.util.spec_from_file_location("llama3_8b", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config()
+    config = read_config([f"--config={CONFIG}"])
     config.model = dataclasses.replace(config.model, num_layers=8)
     config.data.max_documents_per_row, config.scan_unroll = 8, 1
     config.mesh.data, config.mesh.fsdp, config.mesh.reshard_after_forward = 2, 4, True

@@ -1,12 +1,12 @@
 """The 8B step with norms by our kernel, compiled for an H100 that is not here."""
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 
 import jax
 import pytest
 
+from jaxscale.command_line import read_config
 from jaxscale.compile import ahead, fit
 from jaxscale.config import Norm, Remat
 from jaxscale.kernels import triton_calls
@@ -17,17 +17,13 @@ pytestmark = [
     # XLA's plugin for CUDA reports on machines without CUDA's libraries.
     pytest.mark.filterwarnings("ignore"),
 ]
+CONFIG = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
 LAYERS = 2
 
 
 def compiled_8b(**changes) -> jax.stages.Compiled:
     """So many layers of it on one GPU."""
-    path = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
-    spec = importlib.util.spec_from_file_location("llama3_8b", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config()
+    config = read_config([f"--config={CONFIG}"])
     config.model = dataclasses.replace(config.model, num_layers=LAYERS)
     config.data.max_documents_per_row, config.batch_size = 8, 2
     config = dataclasses.replace(config, **changes)

@@ -12,15 +12,12 @@ beside it.
 """
 
 import collections
-import os
 import shlex
 import sys
 import time
 from pathlib import Path
 
-# This process leaves the GPUs to those that it starts.
-os.environ["JAX_PLATFORMS"] = "cpu"
-
+import jax
 from absl import app, flags
 
 from jaxscale.command_line import (
@@ -101,12 +98,7 @@ def measure(part: node_parts.Part) -> int:
         command = [sys.executable, str(HERE / script), *own, *words]
         try:
             # A script that knows its limit keeps to it, and tells what it has by then.
-            processes.run(
-                command,
-                output=output,
-                timeout_seconds=left + 30,
-                environment={"JAX_PLATFORMS": ""},
-            )
+            processes.run(command, output=output, timeout_seconds=left + 30)
         except processes.FailedError as error:
             code = EXIT_FAILED
             print(error, flush=True)
@@ -119,6 +111,7 @@ def compile_all(part: node_parts.Part) -> int:
     """Rows of a Markdown table, as programs are compiled. Raises ValueError for an unknown card."""
     from jaxscale.compile import ahead
 
+    jax.config.update("jax_platforms", "cpu")
     devices = ahead.devices_of(TARGET.value, hosts=1, gpus_per_host=GPUS.value)
     pool_gib = ahead.pool_gib(TARGET.value)
     print(f"| {GPUS.value} x {TARGET.value} | remat | GiB of {pool_gib:.1f} | GB an update |")

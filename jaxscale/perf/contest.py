@@ -33,7 +33,7 @@ from jaxscale.step.feed import device_batches
 from jaxscale.step.plan import Plan, corpus_of_run, plan_of_run
 from jaxscale.step.state import init_state
 from jaxscale.step.update import update
-from jaxscale.train.profile import Profile
+from jaxscale.train.profile import STEP, Profile
 from jaxscale.xla.cache import enable_compilation_cache
 from jaxscale.xla.options import compiler_options
 
@@ -340,7 +340,7 @@ class Contest:
         self._state = self._state._replace(amax=self._amax[name])
         began = time.perf_counter()
         for number, batch in enumerate(batches, 1):
-            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            with jax.profiler.StepTraceAnnotation(STEP, step_num=number):
                 self._state, metrics = timed.update(self._state, batch)
         jax.block_until_ready((self._state, metrics))
         seconds = (time.perf_counter() - began) / len(batches)

@@ -102,7 +102,8 @@ def find_steps(events: Events) -> tuple[str, np.ndarray]:
 
     The last mark, nanoseconds, is where the last step ends. Steps are told apart by a launch that
     is called once in each: between any two of its calls lie all of the program's launches. If there
-    is none, the trace holds one run, and the step lasts from its first call to the end of its last.
+    is none, for there is one run or the profiler dropped too many calls, the steps that the host
+    marked are taken as equal, from the first call to the end of the last.
     """
     module, is_main_K = _main_module(events)
     is_main_E = is_main_K[events.index_E]
@@ -119,7 +120,10 @@ def find_steps(events: Events) -> tuple[str, np.ndarray]:
             continue
         if _fewest_in_a_window(is_mark_M, index_M, num_keys=len(keys)) >= enough:
             best = start_M[is_mark_M]
-    return module, best if len(best) else np.array([start_M.min(), events.end_E[is_main_E].max()])
+    if not len(best):
+        ends = start_M.min(), events.end_E[is_main_E].max()
+        best = np.linspace(*ends, max(1, events.num_marked) + 1)
+    return module, best
 
 
 def _fewest_in_a_window(is_mark_M: np.ndarray, index_M: np.ndarray, *, num_keys: int) -> int:

@@ -76,27 +76,18 @@ def _schedule(name: str, num_microbatches: int, *, num: int) -> Words:
     return tuple(f"--config.{setting}" for setting in settings)
 
 
-def _pipeline(*schedules: str) -> Callable[[int], Part]:
-    """Those schedules and FSDP, with 8 and with 32 microbatches: their bubbles."""
-
-    def part(num: int) -> Part:
-        names = (pipeline_speed.FSDP, *schedules)
-        which = (
-            f"--schedules={','.join(names)}",
-            f"--microbatches={','.join(map(str, MICROBATCHES))}",
-            f"--profile={schedules[0]}",
-        )
-        return Part(
-            [("bench_pipeline.py", *PIPELINE, *which)],
-            {
-                f"{name}_{number}": (*PIPELINE, *_schedule(name, number, num=num))
-                for name in schedules
-                for number in MICROBATCHES
-            },
-        )
-
-    part.__doc__ = _pipeline.__doc__
-    return part
+def pipeline(num: int) -> Part:
+    """Every schedule and FSDP, with 8 and with 32 microbatches: their bubbles."""
+    schedules = [name for name in pipeline_speed.SCHEDULES if name != pipeline_speed.FSDP]
+    which = f"--microbatches={','.join(map(str, MICROBATCHES))}", f"--profile={schedules[0]}"
+    return Part(
+        [("bench_pipeline.py", *PIPELINE, *which)],
+        {
+            f"{name}_{number}": (*PIPELINE, *_schedule(name, number, num=num))
+            for name in schedules
+            for number in MICROBATCHES
+        },
+    )
 
 
 # Tokens of a GPU up to which two H200 keep every product of 8B, or all but the first layers' whole
@@ -108,13 +99,14 @@ def _context(name: str, seq_len: int) -> Callable[[int], Part]:
     """Rows of one document that all GPUs share."""
 
     def part(num: int) -> Part:
-        words = [f"--config.mesh.context={num}"]
+        words, peer = [f"--config.mesh.context={num}"], "allgather"
         if seq_len // num <= TOKENS_OF_PRODUCTS:
             words += ["--config.remat=gemms_lean", "--config.leaner_layers=0"]
+            peer = "allgather_selective"  # the faster one, where it fits
         elif num > 2:
             words += ["--config.leaner_layers=0"]
         return Part(
-            [("bench_peers.py", f"--cases={name}", "--order=jaxscale,allgather", *words)],
+            [("bench_peers.py", f"--cases={name}", f"--order=jaxscale,{peer}", *words)],
             {name: (CONFIG_8B, *peer_cases.CASES[name].settings, *words)},
         )
 
@@ -175,8 +167,7 @@ PARTS: Mapping[str, Callable[[int], Part]] = {
     "bf16": bf16,
     "default": default,
     "fp8": fp8,
-    "pipeline": _pipeline("one_f_one_b", "interleaved_4", "zb_h1"),
-    "pipeline_more": _pipeline("gpipe", "interleaved_2", "lean"),
+    "pipeline": pipeline,
     "context_64k": _context("context_64k", 65_536),
     "context_128k": _context("context_128k", 131_072),
     "tensor": tensor,

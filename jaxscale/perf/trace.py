@@ -17,19 +17,22 @@ import numpy as np
 from jaxscale.perf.categories import COMPUTE, Launch, classify
 from jaxscale.perf.graph_names import owners, with_names
 from jaxscale.perf.programs import Program, programs
+from jaxscale.train.profile import STEP
 
 
 @dataclass(frozen=True)
 class Events:
     """The calls on one GPU by their start, nanoseconds.
 
-    launches[index_E[i]] ran from start_E[i] to end_E[i].
+    launches[index_E[i]] ran from start_E[i] to end_E[i]. num_marked: steps that the host says it
+    started, if it says so.
     """
 
     launches: tuple[Launch, ...]
     index_E: np.ndarray
     start_E: np.ndarray
     end_E: np.ndarray
+    num_marked: int = 0
 
     def of(self, launch: Launch) -> tuple[np.ndarray, np.ndarray]:
         """Start and end of a launch's calls."""
@@ -60,7 +63,7 @@ def read(path: str | Path) -> Trace:
     """
     file = _newest(Path(path))
     data = file.read_bytes()
-    calls = _calls_of_gpus(data, file)
+    calls, num_marked = _calls_of_gpus(data, file)
     compiled = programs(data, {call.program for each in calls.values() for call in each})
     labels = _labels(compiled)
     sizes = {
@@ -69,7 +72,8 @@ def read(path: str | Path) -> Trace:
         for op, size in each.message_bytes.items()
     }
     named = {device: _named(each, compiled, labels=labels) for device, each in calls.items()}
-    return Trace(str(path), {device: _events(each) for device, each in named.items()}, sizes)
+    devices = {device: _events(each, num_marked) for device, each in named.items()}
+    return Trace(str(path), devices, sizes)
 
 
 def _newest(path: Path) -> Path:
@@ -92,7 +96,8 @@ class _Call:
     end: float
 
 
-def _calls_of_gpus(data: bytes, file: Path) -> dict[int, list[_Call]]:
+def _calls_of_gpus(data: bytes, file: Path) -> tuple[dict[int, list[_Call]], int]:
+    """By GPU; and the number of steps that the host marked."""
     with warnings.catch_warnings():
         # Ignored here, as an error it would abort the process: Python 3.12 deprecates how jaxlib
         # makes its types on first use.
@@ -107,14 +112,26 @@ def _calls_of_gpus(data: bytes, file: Path) -> dict[int, list[_Call]]:
             if (match := re.fullmatch(r"/device:GPU:(\d+)", plane.name))
         }
         calls = {device: found for device, plane in gpus.items() if (found := _calls(plane))}
+        num_marked = sum(map(_num_marked, planes))
     if calls:
-        return calls
+        return calls, num_marked
     why = "no GPU: a CPU's trace cannot be divided"
     if gpus:
         why = "no kernels: CUPTI recorded none"
     raise ValueError(
         f"{file} has {why}; trace some steps on a GPU, by --config.profile.steps=3 or under "
         "jax.profiler.trace(folder)"
+    )
+
+
+def _num_marked(plane: Any) -> int:
+    """Calls of `jax.profiler.StepTraceAnnotation` as our loops make them."""
+    if not plane.name.startswith("/host:"):
+        return 0
+    return sum(
+        event.name == STEP and any(key == "step_num" for key, _ in event.stats)
+        for line in plane.lines
+        for event in line.events
     )
 
 
@@ -181,8 +198,8 @@ def _computing_stream(calls: list[_Call]) -> str:
     return max(time, key=lambda stream: time[stream], default="")
 
 
-def _events(calls: list[_Call]) -> Events:
+def _events(calls: list[_Call], num_marked: int) -> Events:
     launches: dict[Launch, int] = {}
     index = [launches.setdefault(call.launch, len(launches)) for call in calls]
     start, end = ([getattr(call, key) for call in calls] for key in ("start", "end"))
-    return Events(tuple(launches), np.array(index), np.array(start), np.array(end))
+    return Events(tuple(launches), np.array(index), np.array(start), np.array(end), num_marked)

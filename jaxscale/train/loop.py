@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 
 from jaxscale.config import Config
+from jaxscale.train.profile import STEP
 from jaxscale.train.run import open_run
 
 
@@ -41,7 +42,7 @@ def train(config: Config, workdir: str | Path, *, command: str = "the same comma
                 record.profile_from(step)
                 with record.waiting():
                     batch = next(batches)
-                with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+                with jax.profiler.StepTraceAnnotation(STEP, step_num=step + 1):
                     limits = record.bad_steps.limits(step + 1)
                     state, metrics = run.update(state, batch, **limits)
                 step += 1

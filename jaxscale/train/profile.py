@@ -13,6 +13,9 @@ from jaxscale.distributed import is_lead
 
 log = logging.getLogger(__name__)
 
+# What the host marks a step by in a trace: the name that viewers look for.
+STEP = "train"
+
 
 class Profile:
     """Records steps `start + 1` to `start + steps` of this process, in the lead process alone.

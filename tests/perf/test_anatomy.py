@@ -95,6 +95,12 @@ def test_waiting_is_unknown_where_the_trace_has_one_gpu_or_lost_a_call(lost):
     assert "waiting" not in table(anatomy(Trace("x", {0: events_of(steps(3))}, {})))
 
 
+def test_the_steps_that_the_host_marked_are_read(tmp_path):
+    file = write_trace(tmp_path / "x.xplane.pb", {0: STEP, 1: STEP}, num_marked=2)
+    assert [events.num_marked for events in read(file).devices.values()] == [2, 2]
+    assert anatomy(read(file)).num_steps == 2
+
+
 def test_the_load_of_each_gpu_is_told(trace_file):
     trace = read(trace_file)
     step = anatomy(Trace("x", {n: slower(x) for n, x in trace.devices.items()}, {}))

@@ -63,6 +63,19 @@ def test_one_run_lasts_from_its_first_call_to_the_end_of_its_last():
     assert step_lengths(STEP) == [820]  # the host's copy belongs to no program
 
 
+def test_steps_that_nothing_tells_apart_are_as_many_as_the_host_marked():
+    """Of two runs of 20 launches each the profiler lost another quarter."""
+    names = [f"loop_{i}" for i in range(20)]
+    kept = [*names[:15], *names[5:]]
+    calls = [Call(50 * i, 50 * i + 50, name, name) for i, name in enumerate(kept)]
+    assert step_lengths(calls) == [1500]
+    marked = dataclasses.replace(events_of(calls), num_marked=2)
+    assert np.diff(find_steps(marked)[1]).tolist() == [750, 750]
+    # Where a launch tells them apart it does.
+    marked = dataclasses.replace(events_of(steps(3)), num_marked=2)
+    assert np.diff(find_steps(marked)[1]).tolist() == [1000, 1000, 1000]
+
+
 @pytest.mark.parametrize("num_runs", [1, 2, 3])
 def test_a_microbatch_is_no_step(num_runs):
     """200 launches four times, then 12 of the optimiser: of the launches a microbatch has 94%."""

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from jaxscale import gpu_facts
 from jaxscale.command_line import read_config
 from jaxscale.perf import node_parts
 from jaxscale.perf.node_parts import PARTS
@@ -73,7 +74,8 @@ def test_commands_run_one_after_the_other_and_a_failure_is_told(
     (tmp_path / "works.py").write_text("import sys; print('measured', sys.argv[-1])")
     part = node_parts.Part([("fails.py", "--a"), ("works.py", "--b=1")], {})
     monkeypatch.setattr(script.module, "HERE", tmp_path)
-    monkeypatch.setattr(script.module, "gpu_names", lambda: ["one", "two"])
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.setattr(gpu_facts, "query", lambda fields: [dict.fromkeys(fields, "H200")] * 2)
     monkeypatch.setitem(PARTS, "bf16", lambda num: part)
     assert script.run("bf16", f"--workdir={tmp_path / 'w'}") == 1
     out = capsys.readouterr().out

@@ -108,13 +108,30 @@ def events_of(calls):
     )
 
 
-def write_trace(file, devices):
-    """An .xplane.pb of {GPU: calls}: strings by reference, lines by stream."""
+def write_trace(file, devices, *, num_marked=0):
+    """An .xplane.pb of {GPU: calls}: strings by reference, lines by stream.
+
+    num_marked: steps that the host marks.
+    """
     planes = [_plane(f"/device:GPU:{device}", calls) for device, calls in devices.items()]
-    text = "\n".join([*planes, 'planes { id: 99 name: "/host:CPU" }'])
+    text = "\n".join([*planes, _host(num_marked)])
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
     return file
+
+
+def _host(num_marked):
+    """Each step has its number, and a call within it that is no step."""
+    events = [
+        f"""events {{ metadata_id: 1 offset_ps: {1000 * step} duration_ps: 500
+            stats {{ metadata_id: 3 int64_value: {step} }} }}
+        events {{ metadata_id: 2 offset_ps: {1000 * step} duration_ps: 500 }}"""
+        for step in range(num_marked)
+    ]
+    return f"""planes {{ id: 99 name: "/host:CPU" lines {{ name: "python" {" ".join(events)} }}
+        event_metadata {{ key: 1 value {{ id: 1 name: "train" }} }}
+        event_metadata {{ key: 2 value {{ id: 2 name: "PjitFunction" }} }}
+        stat_metadata {{ key: 3 value {{ id: 3 name: "step_num" }} }} }}"""
 
 
 def _plane(name, calls):

@@ -26,6 +26,9 @@ class Execution:
     leaner_layers: int = 0
     # Weights gathered for the forward pass are kept for the backward pass.
     keep_gathered: bool = False
+    # Parts of the weights' gradients are summed over copies of the weights, once they are
+    # reduce-scattered: HSDP.
+    sums_parts: bool = False
     # Layers in one iteration of the loop over layers; as many as there are: no loop.
     scan_unroll: int = 1
     # Barriers keep XLA from keeping more than `remat` says; `ops/layers.py` finds out.

@@ -127,7 +127,8 @@ def run_layers(stack: Stack, x, *, documents: Documents, execution: Execution):
     pass, and what was recomputed for them lives until then. With a policy that is there for its
     memory, the pass therefore waits for the weight gradients of the layer LAYERS_AHEAD before: 32
     layers of 8B take 28.9 GiB instead of 61.4 with `attention` (compiled for 8 H100, 2 rows of 8192
-    tokens each).
+    tokens each). So it does where their parts are summed over copies: XLA makes all those sums at
+    the end, one after the other with nothing beside them, 4.5 GB of 8B in two copies on 8 GPUs.
     """
     if execution.async_tensor:
         x, shared = halves.split(x), [*map(stack.share, halves.split_documents(documents))]
@@ -146,9 +147,10 @@ def _run_layers(stack: Stack, x, *, shared, execution: Execution):
         return _run_with_ends(stack, x, shared=shared, execution=execution)
     layers = layers_of(stack, execution)
     num_turns, num_left = divmod(num_layers, len(layers))
-    if is_lean or (len(layers) > 1 and execution.scan_unroll >= num_layers):
+    waits = is_lean or (is_unrolled and execution.sums_parts)
+    if waits or (is_unrolled and len(layers) > 1):
         layers = _one_for_each(stack, execution)
-        return _run_unrolled(layers, x, weights=stack.weights, shared=shared, is_lean=is_lean)
+        return _run_unrolled(layers, x, weights=stack.weights, shared=shared, waits=waits)
     if len(layers) == 1:
         return jax.lax.scan(
             lambda x, weights: layers[0](x, weights, shared),
@@ -158,7 +160,7 @@ def _run_layers(stack: Stack, x, *, shared, execution: Execution):
         )
 
     def turn(x, weights):
-        return _run_unrolled(layers, x, weights=weights, shared=shared, is_lean=False)
+        return _run_unrolled(layers, x, weights=weights, shared=shared)
 
     whole = jax.tree.map(lambda leaf: _in_turns(leaf, num_turns, length=len(layers)), stack.weights)
     unroll = max(1, min(execution.scan_unroll // len(layers), num_turns))
@@ -166,7 +168,7 @@ def _run_layers(stack: Stack, x, *, shared, execution: Execution):
     aux = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), aux)
     if num_left:
         left = jax.tree.map(lambda leaf: leaf[num_layers - num_left :], stack.weights)
-        x, more = _run_unrolled(layers[:num_left], x, weights=left, shared=shared, is_lean=False)
+        x, more = _run_unrolled(layers[:num_left], x, weights=left, shared=shared)
         aux = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), aux, more)
     return x, aux
 
@@ -362,15 +364,15 @@ _cut.defvjp(
 )
 
 
-def _run_unrolled(layers, x, *, weights, shared, is_lean: bool):
-    """layers: as many as the weights are of."""
+def _run_unrolled(layers, x, *, weights, shared, waits: bool = False):
+    """layers: as many as the weights are of. waits: for weight gradients, on the way back."""
     leaves, treedef = jax.tree.flatten(weights)
     of_layers = [list(parts) for parts in zip(*map(_unstack, leaves), strict=True)]
     stacks = jax.lax.stop_gradient(leaves)
     # XLA is not to know which part is which: it would cast the whole stack and copy the parts out
     # of that, 870 MB a layer of Llama 3 8B.
     numbers = jax.lax.optimization_barrier([jnp.int32(i) for i in range(len(of_layers))])
-    tied = _tied_leaves(weights) if is_lean else []
+    tied = _tied_leaves(weights) if waits else []
     all_aux = []
     for number, mine in enumerate(of_layers):
         if tied and number + LAYERS_AHEAD < len(of_layers):

@@ -133,7 +133,7 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
         config=config,
         mesh=mesh,
         rules=rules,
-        execution=execution_of(config, device, exchange=exchange, num_stages=sizes["stage"]),
+        execution=execution_of(config, device, exchange=exchange, sizes=sizes),
         graphdef=graphdef,
         schedule=schedule,
         optimizer=optimizer,
@@ -259,19 +259,21 @@ def _with_sharding(leaf, sharding) -> jax.ShapeDtypeStruct:
 
 
 def execution_of(
-    config: Config, device: Any, *, exchange: Exchange, num_stages: int = 1
+    config: Config, device: Any, *, exchange: Exchange, sizes: dict[str, int]
 ) -> Execution:
-    """The run's choices, on devices like this one.
+    """The run's choices, on devices like this one. sizes: of the mesh axes.
 
     Stages keep no gathered weights: they would, for every microbatch in flight.
     """
+    has_stages = sizes["stage"] > 1
     return Execution(
         dtype=config.dtype,
         reduce_dtype=config.mesh.reduce_dtype,
         fp8=fp8_of(config.precision),
         remat=config.remat,
         leaner_layers=config.leaner_layers,
-        keep_gathered=not config.mesh.reshard_after_forward and num_stages == 1,
+        keep_gathered=not config.mesh.reshard_after_forward and not has_stages,
+        sums_parts=sizes["data"] > 1 and sizes["fsdp"] * sizes["context"] > 1 and not has_stages,
         scan_unroll=config.scan_unroll,
         async_tensor=config.mesh.async_tensor,
         attention=config.attention,

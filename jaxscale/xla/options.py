@@ -27,12 +27,33 @@ def _in_8_bits(config: Any, sizes: dict[str, int]) -> bool:
     return config.precision.recipe.value.startswith("fp8")
 
 
-def _unrolled_fsdp(config: Any, sizes: dict[str, int]) -> bool:
-    """FSDP and nothing else, all layers in one block of code."""
+def _parts(sizes: dict[str, int]) -> int:
+    """In which fsdp, and context with it, has the weights."""
+    return sizes["fsdp"] * sizes["context"]
+
+
+MOST_CONTEXT = 4
+
+
+def _unrolled_gathers(config: Any, sizes: dict[str, int]) -> bool:
+    """Weights gathered over all there is, or in each copy of HSDP; all layers in one block of code.
+
+    Not where other collectives want the same places: `tensor`'s (70B width, fsdp 2 x tensor 2,
+    compiled for 4 H200: 17.7 GB instead of 15.4 with nothing beside them), and the all-to-alls of
+    more than a few `context` (8B, a row of 65,536 over 8: 21.4 GB instead of 14.4; over 4: 16.1
+    instead of 25.8).
+    """
     return (
-        sizes["fsdp"] == math.prod(sizes.values()) > 1
+        _parts(sizes) > 1
+        and sizes["context"] <= MOST_CONTEXT
+        and _parts(sizes) * sizes["data"] == math.prod(sizes.values())
         and config.scan_unroll == config.model.num_layers
     )
+
+
+def _unrolled_copies(config: Any, sizes: dict[str, int]) -> bool:
+    """HSDP of that kind."""
+    return sizes["data"] > 1 and _unrolled_gathers(config, sizes)
 
 
 def _a_layers_weights(config: Any, sizes: dict[str, int]) -> int:
@@ -44,7 +65,7 @@ def _a_layers_weights(config: Any, sizes: dict[str, int]) -> int:
 def _a_layers_gradients(config: Any, sizes: dict[str, int]) -> int:
     """Bytes that a GPU's part of one layer's gradients fits in, and of two layers' does not."""
     itemsize = max(config.dtype.itemsize, config.mesh.reduce_dtype.itemsize)
-    return _and_a_little(config.model.num_layer_params() * itemsize // sizes["fsdp"])
+    return _and_a_little(config.model.num_layer_params() * itemsize // _parts(sizes))
 
 
 def _and_a_little(num_bytes: int) -> int:
@@ -61,9 +82,9 @@ class Option:
 
     value: itself, or a function of the config (jaxscale.config.Config) and the sizes of the mesh
     axes. default: XLA's, which jaxlib does not tell. gain: as measured on the real step, with
-    device and jax version. applies: whether it is for this config and these sizes. is_shared:
-    whether evaluation and samples are compiled with it too; so is what changes results, which then
-    is for every mesh.
+    device and jax version; or that it was not. applies: whether it is for this config and these
+    sizes. is_shared: whether evaluation and samples are compiled with it too; so is what changes
+    results, which then is for every mesh.
     """
 
     name: str
@@ -133,7 +154,7 @@ OPTIONS: tuple[Option, ...] = (
         "only what runs between the use of the one before and its own, which may be an "
         "element-wise kernel",
         gain="0.5% of the step, with the next 1.9% (Llama-3-8B, 4 x H200, jax 0.11.2)",
-        applies=_unrolled_fsdp,
+        applies=_unrolled_gathers,
     ),
     Option(
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
@@ -142,7 +163,16 @@ OPTIONS: tuple[Option, ...] = (
         why="each reduce-scatter waits for the matrix product that runs when it becomes ready: "
         "with a quarter of them, a quarter of the waiting",
         gain="1.6% of the step, with the one before 1.9% (Llama-3-8B, 4 x H200, jax 0.11.2)",
-        applies=_unrolled_fsdp,
+        applies=_unrolled_gathers,
+    ),
+    Option(
+        "xla_gpu_all_reduce_combine_threshold_bytes",
+        _a_layers_gradients,
+        default="30 MiB",
+        why="the same of the sums over `data` that follow: one a layer",
+        gain="not timed; compiled with the two before, 2.7 GB of an update have nothing beside "
+        "them, and 10.8 without the three (Llama-3-8B, data=2 x fsdp=2, 4 x H200, jax 0.11.2)",
+        applies=_unrolled_copies,
     ),
 )
 

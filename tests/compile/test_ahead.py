@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 import pytest
+from jax.sharding import Mesh
 
 from jaxscale.command_line import read_config
 from jaxscale.compile import ahead, fit
-from jaxscale.compile.traffic import collectives_of, computations, groups_over
+from jaxscale.compile.traffic import collectives_of, computations, groups_over, traffic_of
 from jaxscale.config import Dtype, MeshConfig, Remat, rows_of_group
 from jaxscale.ops import loss
 from jaxscale.step.plan import Plan, plan_of_run
@@ -82,17 +83,32 @@ def hlo(compiled) -> str:
 
 
 @pytest.fixture(scope="module")
-def unrolled_hlo(config_8b) -> str:
-    """As it runs on 4 H200: unrolled, weights gathered once, with the autotune entries shipped."""
+def compile_unrolled(config_8b):
+    """`compile_unrolled(mesh)`: as it runs on 4 H200, unrolled, with the autotune entries shipped.
+
+    The text, and the mesh of devices.
+    """
     devices = ahead.devices_of("h200", hosts=1, gpus_per_host=4)
-    config = config_8b(scan_unroll=LAYERS, mesh=MeshConfig(fsdp=-1, reshard_after_forward=False))
-    # What `ahead` sets is for where nothing has been timed.
-    options = None if targets.recorded_autotune(devices[0].device_kind) else ahead.COMPILER_OPTIONS
-    # The tests' own precision would be part of what a product is known by.
-    with pytest.MonkeyPatch.context() as patch, jax.default_matmul_precision(None):
-        patch.setattr(loss, "CHUNK_TOKENS", OWN_CHUNK)
-        plan = plan_of_run(config, devices=devices)
-        return ahead.text_of(fit.compile_only(update, plan, compiler_options=options))
+
+    def compile(mesh: MeshConfig) -> tuple[str, Mesh]:
+        config = config_8b(scan_unroll=LAYERS, mesh=mesh)
+        # What `ahead` sets is for where nothing has been timed.
+        is_timed = targets.recorded_autotune(devices[0].device_kind)
+        options = None if is_timed else ahead.COMPILER_OPTIONS
+        # The tests' own precision would be part of what a product is known by.
+        with pytest.MonkeyPatch.context() as patch, jax.default_matmul_precision(None):
+            patch.setattr(loss, "CHUNK_TOKENS", OWN_CHUNK)
+            plan = plan_of_run(config, devices=devices)
+            compiled = fit.compile_only(update, plan, compiler_options=options)
+            return ahead.text_of(compiled), plan.mesh
+
+    return compile
+
+
+@pytest.fixture(scope="module")
+def unrolled_hlo(compile_unrolled) -> str:
+    """With FSDP, weights gathered once."""
+    return compile_unrolled(MeshConfig(fsdp=-1, reshard_after_forward=False))[0]
 
 
 def outside_fusions(hlo: str) -> list[str]:
@@ -209,6 +225,18 @@ def test_an_unrolled_update_gathers_and_scatters_a_layer_at_a_time(unrolled_hlo)
     # which have nothing beside them.
     for kind in ("all-gather", "reduce-scatter"):
         assert LAYERS - 1 <= counts[f"{kind}-start"] <= LAYERS + 1 and counts[kind] <= 1, counts
+
+
+def test_the_shares_of_two_copies_are_summed_beside_the_backward_pass(compile_unrolled):
+    hlo, mesh = compile_unrolled(MeshConfig(data=2, fsdp=2, reshard_after_forward=False))
+    sums = [each for each in traffic_of(hlo, mesh) if each.axes == ("data",)]
+    # Left to itself XLA sums 42 times, at the end, with nothing beside 3.82 of 3.85 GB.
+    layers = LAYERS * 2 * read_config([f"--config={CONFIG}"]).model.num_layer_params() / 2
+    tables = 2 * 4 * VOCAB * DIM / 2
+    (all_,) = sums
+    assert all_.operation == "all-reduce" and all_.times <= LAYERS + 3
+    assert all_.num_bytes == pytest.approx(layers + tables, rel=0.01)
+    assert all_.exposed_bytes < tables + 0.3 * layers
 
 
 def test_unrolled_lean_layers_take_the_memory_of_a_scan(compile_8b):

@@ -136,7 +136,7 @@ def test_the_check_starts_no_device_and_compiles_nothing(tmp_path):
         texts = ("xla_dump_to={tmp_path}/dump", "xla_gpu_autotune_level=2")
         precision = PrecisionConfig()
         config = SimpleNamespace(xla_options=texts, deterministic=True, precision=precision)
-        sizes, card = {{"fsdp": 1}}, "NVIDIA H200"
+        sizes, card = {SIZES | dict(fsdp=1)}, "NVIDIA H200"
         num_ours = sum(option.applies(config, sizes) for option in options.OPTIONS)
         num_ours += targets.recorded_autotune(card) is not None
         found = options.compiler_options(config, sizes, platform="gpu", device_kind=card)
@@ -224,34 +224,50 @@ def test_a_product_is_rounded_to_bfloat16_where_the_program_says_so(monkeypatch)
     assert (compiled(x) == expected).all()
 
 
-def test_collectives_of_a_layer_are_combined_where_it_was_measured():
-    gather, scatter = (
-        option for option in OPTIONS if option.name.endswith("combine_threshold_bytes")
-    )
+COMBINED = {
+    option.name.split("_gpu_")[1].split("_combine")[0]: option
+    for option in OPTIONS
+    if option.name.endswith("combine_threshold_bytes")
+}
+
+
+@pytest.mark.parametrize(
+    "sizes, combined",
+    [
+        (dict(), {"all_gather", "reduce_scatter"}),
+        (dict(fsdp=1), set()),
+        (dict(fsdp=1, data=8), set()),
+        (dict(fsdp=1, context=8), set()),
+        (dict(fsdp=2, context=4), {"all_gather", "reduce_scatter"}),
+        (dict(fsdp=4, data=2), {"all_gather", "reduce_scatter", "all_reduce"}),
+        (dict(fsdp=4, tensor=2), set()),
+        (dict(fsdp=4, stage=2), set()),
+        (dict(fsdp=4, expert=2), set()),
+    ],
+)
+def test_collectives_of_a_layer_are_combined_where_only_weights_have_some(sizes, combined):
     unrolled = small_config(scan_unroll=1)  # of one layer
-    for option in (gather, scatter):
-        assert option.applies(unrolled, SIZES)
-        assert not option.applies(unrolled, SIZES | dict(fsdp=1))
-        assert not option.applies(unrolled, SIZES | dict(tensor=2))
+    assert {name for name, each in COMBINED.items() if each.applies(unrolled, SIZES | sizes)} == (
+        combined
+    )
     scanned = dataclasses.replace(unrolled, model=dataclasses.replace(unrolled.model, num_layers=2))
-    assert not gather.applies(scanned, SIZES) and not scatter.applies(scanned, SIZES)
+    assert not any(each.applies(scanned, SIZES | sizes) for each in COMBINED.values())
 
 
 @pytest.mark.parametrize("reduce_dtype", Dtype)
 def test_one_layers_weights_or_gradients_are_combined_and_not_twos(reduce_dtype):
-    gather, scatter = (
-        option for option in OPTIONS if option.name.endswith("combine_threshold_bytes")
-    )
     config = small_config(mesh=MeshConfig(reduce_dtype=reduce_dtype))
+    sizes = SIZES | dict(fsdp=4, context=2)
     # Smaller layers keep XLA's default.
-    assert gather.value_for(config, SIZES) == scatter.value_for(config, SIZES) == 30 * 2**20
+    assert {each.value_for(config, sizes) for each in COMBINED.values()} == {30 * 2**20}
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, model_dim=8192, mlp_dim=28_672)
     )
+    values = {name: each.value_for(config, sizes) for name, each in COMBINED.items()}
     weights = 2 * config.model.num_layer_params()
     gradients = config.model.num_layer_params() * reduce_dtype.itemsize // 8
-    assert weights < gather.value_for(config, SIZES) < 2 * weights
-    assert gradients < scatter.value_for(config, SIZES) < 2 * gradients
+    assert weights < values["all_gather"] < 2 * weights
+    assert gradients < values["reduce_scatter"] == values["all_reduce"] < 2 * gradients
 
 
 def test_autotune_entries_of_a_card_are_loaded_there(monkeypatch, tmp_path):

@@ -12,12 +12,12 @@ from jaxscale.parallel.schedules import Shape, Table, timetable
 CHUNKS = (2, 4)
 # How much longer several chunks take with a microbatch of so many tokens on a device, where layers
 # are unrolled: a chunk's weights are copied before products read them, and its gradients are added
-# after theirs. 400.2 ms instead of 383.5 (Llama 3 8B, 2 x H200, docs/parallelism.md); a loop over
+# after theirs. 207.4 ms instead of 202.6 (Llama 3 8B, 4 x H200, docs/benchmarks.md); a loop over
 # layers copies anyway.
-CHUNKS_COST, CHUNKS_TOKENS = 0.043, 8192
-# And gradients apart: what crosses over, 700 MB a layer and row of 8192, is written and read. By
-# arithmetic, 0.35 ms of 27; zb_h1 has not been timed, as 8B does not fit two H200 with it.
-SPLIT_COST = 0.013
+CHUNKS_COST, CHUNKS_TOKENS = 0.024, 8192
+# And gradients apart: what crosses over, 700 MB a layer and row of 8192, is written and read. 232.8
+# ms instead of the 229.8 of two chunks, which count as above (the same, with remat=attention).
+SPLIT_COST = 0.037
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@
 with `--config.data.path=...` for text of your own.
 
 Hardware: 4 or more H200, or 8 or more H100, of one node (FSDP over all of them). Expect 11,000
-tokens/s a GPU and 111 GiB on 4 H200, compiled in 19 s (docs/benchmarks.md).
+tokens/s a GPU and 105 GiB on 4 H200, compiled in 26 s (docs/benchmarks.md).
 """
 
 from jaxscale.config import Config, DataConfig, MeshConfig, Remat

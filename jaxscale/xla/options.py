@@ -32,6 +32,7 @@ def _parts(sizes: dict[str, int]) -> int:
     return sizes["fsdp"] * sizes["context"]
 
 
+# With more, all-to-alls get the products that gathers would hide behind.
 MOST_CONTEXT = 4
 
 

@@ -158,8 +158,8 @@ def test_what_cannot_be_halved_is_refused(case):
         make_plan(small_config(**settings, async_tensor=True), 8)
 
 
-# Unrolled and lean, the backward pass is held back by the weight gradients of the layer
-# LAYERS_AHEAD before.
+# Unrolled and lean, or with copies whose shares are summed, the backward pass is held back by the
+# weight gradients of the layer LAYERS_AHEAD before.
 UNROLLED: dict[str, dict[str, Any]] = {
     "one device": dict(num_devices=1, remat="attention"),
     "full": dict(fsdp=8, remat="full"),
@@ -174,11 +174,15 @@ UNROLLED: dict[str, dict[str, Any]] = {
         data=2, fsdp=2, tensor=2, grad_accumulation=2, remat="attention_mlp"
     ),
     "tp4 sp over 2 key heads auto": dict(fsdp=2, tensor=4, remat="attention", axis_types="auto"),
+    "hsdp, gemms": dict(data=2, fsdp=4, remat="gemms"),
+    "hsdp context zero1, gemms": dict(data=2, fsdp=2, context=2, zero=1, remat="gemms"),
+    "hsdp tp zero2, gemms": dict(data=2, fsdp=2, tensor=2, zero=2, remat="gemms"),
+    "hsdp auto, gemms": dict(data=2, fsdp=4, remat="gemms", axis_types="auto"),
 }
 
 
 @pytest.mark.parametrize("layout", UNROLLED)
-def test_unrolled_lean_layers_train_the_same_as_a_scan_of_them(run, layout):
+def test_unrolled_layers_that_wait_train_the_same_as_a_scan_of_them(run, layout):
     num_layers = LAYERS_AHEAD + 2
     here = run(**UNROLLED[layout], num_layers=num_layers, scan_unroll=num_layers)
     assert_trains_like(here, run(1, num_layers=num_layers))

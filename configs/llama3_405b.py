@@ -6,7 +6,7 @@ with `--config.data.path=...` for text of your own.
 
 Hardware: 512 H100 (with more, halve config.grad_accumulation): tensor 8 inside each node, 16 stages
 and ZeRO-1 across the nodes. Not run at this size: compiled for 512 H100 on a machine without any
-(jax 0.11.2), its update asks for 53.2 GiB a GPU besides NCCL and cuDNN and sends 87 GB between
+(jax 0.11.2), its update asks for 50.3 GiB a GPU besides NCCL and cuDNN and sends 87 GB between
 nodes; as FSDP of 64 x tensor 8 in two microbatches 55.6 GiB and some 600 GB (docs/parallelism.md).
 """
 

@@ -132,5 +132,16 @@ def columns(table: Table) -> dict[str, np.ndarray]:
     """What each stage's op in each tick is about, and its slots: [T, P] of each."""
     slots = buffers(table)
     found = dict(microbatch=table.microbatch, chunk=table.chunk, is_active=table.kind != Kind.IDLE)
+    found["is_other_chunk"] = _is_other_chunk(table)
     found |= {f"reads_{name}": column for name, column in slots.reads.items()}
     return found | {f"arrives_{name}": slots.arrives[name] for name in INBOXES}
+
+
+def _is_other_chunk(table: Table) -> np.ndarray:
+    """[T, P]: whether the stage's last op of the same kind was of another chunk, or none."""
+    found = np.zeros(table.kind.shape, bool)
+    for stage, kinds in enumerate(table.kind.T):
+        for kind in table.shape.kinds:
+            ticks = np.flatnonzero(kinds == kind)
+            found[ticks, stage] = np.diff(table.chunk[ticks, stage], prepend=-1) != 0
+    return found

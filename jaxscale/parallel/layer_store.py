@@ -55,11 +55,24 @@ class LayerStore:
     def apart(self, weights) -> list:
         """A store of weights with leaves [V, L, ...]; it has no V if that is 1."""
         first = 0 if self.placement.num_chunks == 1 else slice(None)
-        layers: list[Any] = [slice(kind, None, self.num_kinds) for kind in range(self.num_kinds)]
+        return [
+            jax.tree.map(lambda leaf, part=part: leaf[first, part], weights) for part in self.parts
+        ]
+
+    def chunk(self, weights, number) -> list:
+        """A store of the weights of one of several chunks, without V.
+
+        Out of leaves [V, L, ...] at once: layers apart are a copy of all of them.
+        """
+        chunk = jax.tree.map(lambda leaf: at(leaf, number), weights)
+        return [jax.tree.map(lambda leaf, part=part: leaf[part], chunk) for part in self.parts]
+
+    @property
+    def parts(self) -> list:
+        """What to index a chunk's L layers with, for each entry of a store."""
         if self.is_unrolled:
-            layers = [*range(self.placement.layers_per_chunk)]
-        parts = [(first, each) for each in layers]
-        return [jax.tree.map(lambda leaf, part=part: leaf[part], weights) for part in parts]
+            return [*range(self.placement.layers_per_chunk)]
+        return [slice(kind, None, self.num_kinds) for kind in range(self.num_kinds)]
 
     def joined(self, store: list):
         """The inverse of `apart`."""

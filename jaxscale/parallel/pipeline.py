@@ -34,13 +34,15 @@ class Parts(NamedTuple):
     outer: a list of the arrays that belong to no layer; microbatch: a `Batch` of [rows, seq].
     embed: (outer, microbatch) -> x. share: microbatch -> what all layers read. layers: (weights of
     one layer, x, shared) -> x, which take turns. head: (outer, x, microbatch) -> its part of the
-    loss, float32. embed and head are called by all stages at once, with equal arguments.
+    loss, float32. embed and head are called by all stages at once, with equal arguments. cast:
+    weights, of one layer or stacked, -> the same as layers read them.
     """
 
     embed: Callable
     share: Callable
     layers: tuple[Callable, ...]
     head: Callable
+    cast: Callable
 
 
 def run(
@@ -59,9 +61,7 @@ def run(
     is_unrolled: no loop over the layers of a chunk. Gradients are summed in float32.
     """
     store = LayerStore(placement, num_kinds=len(parts.layers), is_unrolled=is_unrolled)
-    stage = _Stage(
-        parts, batch, weights=store.apart(weights), outer=outer, table=table, store=store
-    )
+    stage = _Stage(parts, batch, weights=weights, outer=outer, table=table, store=store)
     execute = _run_lean if table.shape.is_lean else _run_aligned
     carry = execute(stage, stage.first_carry())
     if not table.shape.is_training:
@@ -72,13 +72,18 @@ def run(
 class _Stage:
     """The ops of one stage. They take what is carried, and give back the parts that they change."""
 
-    def __init__(self, parts: Parts, batch, *, weights: list, outer: list, table: Table, store):
+    def __init__(self, parts: Parts, batch, *, weights, outer: list, table: Table, store):
         self.parts, self.batch, self.weights, self.outer = parts, batch, weights, outer
         self.table, self.store = table, store
         self.index = jax.lax.axis_index(STAGE)
+        # Whether the weights of the chunk at hand are kept apart, for all the microbatches that go
+        # through it one after the other. Cut out in each block they are 1.7 of the 12 GB that
+        # element-wise kernels move for a layer of 8B (2 stages, `gemms`).
+        self.keeps_chunks = store.placement.num_chunks > 1 and not table.shape.is_lean
+        self.apart = [] if self.keeps_chunks else store.apart(parts.cast(weights))
         first = self.microbatch(0)
         self.first_x = parts.embed(outer, first)
-        shared, some = parts.share(first), self.weights_at(0, store.place(0, 0))
+        shared, some = parts.share(first), self.weights_at(dict(chunk=0), store.place(0, 0))
         self.layers = [
             LayerGradients(
                 layer,
@@ -107,6 +112,7 @@ class _Stage:
             loss=jnp.zeros((), jnp.float32),
             forward=zeros(x_type, depth["forward"] + 1),
             sent_forward=zeros(x_type),
+            chunks=self.room_for_chunks() if self.keeps_chunks else {},
         )
         if not self.table.shape.is_training:
             return carry
@@ -120,15 +126,42 @@ class _Stage:
             sent_backward=zeros(x_type),
             residuals=residuals,
             crossing=crossing,
-            weights=jax.tree.map(lambda leaf: zeros(jax.typeof(leaf), dtype=SUM), self.weights),
+            weights=jax.tree.map(
+                lambda leaf: zeros(jax.typeof(leaf), dtype=SUM), self.store.apart(self.weights)
+            ),
             outer=[zeros(jax.typeof(leaf)) for leaf in self.outer],
         )
 
     def microbatch(self, number):
         return jax.tree.map(lambda leaf: at(leaf, number), self.batch)
 
-    def weights_at(self, chunk, place: Place):
-        return layer_store.read(self.weights, place, first=self.store.of_chunk(chunk))
+    def weights_at(self, row, place: Place):
+        """A layer's of the row's chunk; a block's rows bring that chunk along."""
+        if not self.keeps_chunks:
+            first = self.store.of_chunk(row["chunk"])
+            return layer_store.read(self.apart, place, first=first)
+        weights = row["weights"] if "weights" in row else self.chunk(row["chunk"])
+        return layer_store.read(weights, place, first=())
+
+    def chunk(self, number) -> list:
+        """A store of its weights, cast."""
+        return self.parts.cast(self.store.chunk(self.weights, number))
+
+    def room_for_chunks(self) -> dict[Kind, list]:
+        """For the ops of each kind, a store of one chunk's weights."""
+        room = jax.tree.map(lambda leaf: zeros(jax.typeof(leaf)), self.chunk(0))
+        return dict.fromkeys(self.table.shape.kinds, room)
+
+    def chunk_at_hand(self, before: list, row) -> list:
+        """The weights of the op's chunk: those `before`, unless it is another."""
+
+        def cut_out(state):
+            return jnp.int32(-1), self.chunk(state[0])
+
+        # A loop of one turn or none, as in `_when`. The number changes in it, or XLA would cut the
+        # weights out before the loop, and always.
+        number = jnp.where(row["is_other_chunk"], row["chunk"], -1)
+        return jax.lax.while_loop(lambda state: state[0] >= 0, cut_out, (number, before))[1]
 
     def is_here(self, chunk, layer):
         """Whether there is such a layer: the last chunks may be short of some."""
@@ -152,7 +185,7 @@ class _Stage:
             x, kept = carried
             for kind, layer in enumerate(self.layers):
                 place = self.store.place(number, kind)
-                y, residuals = layer.forward(self.weights_at(row["chunk"], place), x, shared=shared)
+                y, residuals = layer.forward(self.weights_at(row, place), x, shared=shared)
                 layer_number = number * len(self.layers) + kind
                 x = self.if_here(row["chunk"], layer_number, then=y, otherwise=x)
                 if is_training:
@@ -197,7 +230,7 @@ class _Stage:
             for kind, layer in reversed([*enumerate(self.layers)]):
                 place = self.store.place(number, kind)
                 residuals = self._residuals(carry, row, place=place)
-                weights = self.weights_at(row["chunk"], place)
+                weights = self.weights_at(row, place)
                 dx, other = gradients(layer, weights, residuals, shared=shared, dy=dy)
                 layer_number = number * len(self.layers) + kind
                 total = collect(total, place, values=other, row=row, layer=layer_number)
@@ -216,7 +249,7 @@ class _Stage:
                 slot = (row["reads_crossing"],)
                 crossing = layer_store.read(carry["crossing"], place, first=slot)
                 crossing = [_where(row["is_active"], each) for each in crossing]
-                weights = self.weights_at(row["chunk"], place)
+                weights = self.weights_at(row, place)
                 gradients = layer.weight_gradient(
                     weights, residuals, shared=shared, crossing=crossing
                 )
@@ -319,7 +352,7 @@ def _read_before_written(carry):
     Nothing else orders the two, and XLA would copy the stash: of 8B, 2 stages of 4 chunks, 31 GB in
     each turn of the loop, and 19 GiB more.
     """
-    names = carry.keys() & {"residuals", "crossing", "weights", "sent_backward"}
+    names = carry.keys() & {"residuals", "crossing", "weights", "chunks", "sent_backward"}
     return carry | jax.lax.optimization_barrier({name: carry[name] for name in sorted(names)})
 
 
@@ -336,12 +369,22 @@ def _block(carry, row, *, stage: _Stage, signature: blocks.Signature):
     """Consecutive ticks of the kinds there are; messages run beside what comes after them."""
     # Else XLA makes the indices anew inside of each kernel, and no longer sees which are equal.
     row = jax.lax.optimization_barrier(row)
+    chunks = {
+        kind: stage.chunk_at_hand(carry["chunks"][kind], row[kind.name])
+        for kind in signature.kinds
+        if kind in carry["chunks"]
+    }
+    # Before all else: beside a loop of no turn a message gets nowhere.
+    row, chunks = jax.lax.optimization_barrier((row, chunks))
+    carry = carry | dict(chunks=carry["chunks"] | chunks)
     if signature.receives:
         # Sent at the end of the block before, and on its way beside this block's forward op.
         arrived = stage.passed_on(carry["sent_backward"], back=True)
         carry = carry | dict(backward=put(carry["backward"], arrived, index=(row["receives"],)))
     for kind in signature.kinds:
         mine = row[kind.name]
+        if kind in chunks:
+            mine = mine | dict(weights=chunks[kind])
         carry = carry | stage.ops[kind](carry, mine)
         if kind == Kind.FORWARD:
             arrived = stage.passed_on(carry["sent_forward"])

@@ -222,7 +222,7 @@ class _Split:
             return finish(loss)
 
         layers = tuple(map(_without_aux, layers_of(stack, plan.execution)))
-        return pipeline.Parts(embed, share, layers, head)
+        return pipeline.Parts(embed, share, layers, head, self._cast)
 
     def run(self, parts: pipeline.Parts, batch: Batch, *, table: Table):
         """(loss, gradients of the layers' weights, gradients of the others)."""
@@ -231,9 +231,6 @@ class _Split:
             weights = map_axes(lambda axes: axes[1:], weights)
         else:
             weights = jax.tree.map(lambda leaf: leaf[None], weights)
-        execution = self._plan.execution
-        if execution.gradient_dtype == jnp.dtype(execution.dtype):
-            weights = jax.tree.map(self._cast, weights, is_leaf=_is_variable)
         return pipeline.run(
             parts,
             batch,
@@ -241,14 +238,21 @@ class _Split:
             outer=[self._params[number] for number in self._outer],
             table=table,
             placement=self._placement,
-            is_unrolled=execution.scan_unroll >= self._placement.num_layers,
+            is_unrolled=self._plan.execution.scan_unroll >= self._placement.num_layers,
         )
 
-    def _cast(self, box):
-        """What products read (it has the model dimension) is cast once, not in every op."""
-        if "embed" not in (shd.axes_of(box) or ()):
-            return box
-        return jax.tree.map(lambda leaf: leaf.astype(self._plan.execution.dtype), box)
+    def _cast(self, weights):
+        """What products read (it has the model dimension) is cast here, and not in every op."""
+        execution = self._plan.execution
+        if execution.gradient_dtype != jnp.dtype(execution.dtype):
+            return weights
+
+        def cast(box):
+            if "embed" not in (shd.axes_of(box) or ()):
+                return box
+            return jax.tree.map(lambda leaf: leaf.astype(execution.dtype), box)
+
+        return jax.tree.map(cast, weights, is_leaf=_is_variable)
 
     def gradients(self, weights, outer: list):
         """Like the parameters, and like the counts. What is held fixed gets none."""

@@ -101,15 +101,40 @@ def test_no_stash_is_copied_in_a_loop(of_8):
     assert not re.search(rf"%\S+ = {stash}\S* copy\(", of_8.hlo)
 
 
-def test_none_is_copied_where_a_loop_has_several_blocks(compiled):
+@pytest.fixture(scope="module")
+def of_chunks(compiled):
+    """The text of a program of two stages with four chunks of a layer."""
+    return compiled(8, is_unrolled=True, chunks=4, stage=2, fsdp=4).hlo
+
+
+def test_none_is_copied_where_a_loop_has_several_blocks(of_chunks):
     """Of two stages with four chunks of 8B it was 31 GB in each turn of the loop."""
     interleaved = PipelineSchedule.INTERLEAVED
     shape = Shape(schedule=interleaved, num_stages=2, num_microbatches=8, num_chunks=4)
     num_slots = buffers(timetable(shape)).depth["residuals"]
-    hlo = compiled(8, is_unrolled=True, chunks=4, stage=2, fsdp=4).hlo
+    hlo = of_chunks
     stash = rf"bf16\[{num_slots},1,{TOKENS},[\d,]*\]"
     assert re.search(rf"%\S+ = {stash}", hlo)
     assert not re.search(rf"%\S+ = {stash}\S* copy\(", hlo)
+
+
+def test_a_chunk_is_cut_out_of_the_weights_where_it_is_another(of_chunks):
+    """In loops of one turn or none, and not in each block."""
+    computations = dict(
+        re.findall(r"^(?:ENTRY )?%(\S+) \([^\n]*\{\n(.*?)^\}", of_chunks, re.M | re.S)
+    )
+    weight = r"\w+\[4,(?:1,)?1024,14336\]"
+    cut = {
+        name
+        for name, text in computations.items()
+        if re.search(rf"= {weight}\S* parameter", text)
+        and "dynamic-slice(" in text
+        and "dynamic-update-slice(" not in text
+    }
+    assert cut
+    for text in computations.values():
+        if not cut.isdisjoint(re.findall(r"calls=%([\w.-]+)", text)):
+            assert "custom-call" not in text
 
 
 def test_gradients_of_unrolled_layers_are_added_where_their_products_are_made(compiled):

@@ -1,5 +1,6 @@
 """Timetables of pipelines: whole, in order, with the bubbles of theory, and slots that hold."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,20 @@ def test_blocks_hold_every_tick_in_order(shape):
                         ticks.append((kind, *row["microbatch"][repeat, turn]))
     numbers = zip(table.kind.max(1), table.microbatch, strict=True)
     assert ticks == [(kind, *row) for kind, row in numbers]
+
+
+@pytest.mark.parametrize("microbatches", [8, 6, 7])
+def test_a_stage_is_told_when_its_chunk_is_another(microbatches):
+    table = timetable(Shape(INTERLEAVED, 2, microbatches, 4))
+    changes = blocks.columns(table)["is_other_chunk"]
+    for stage, kind in itertools.product(range(2), table.shape.kinds):
+        ticks = np.flatnonzero(table.kind[:, stage] == kind)
+        chunks = [*table.chunk[ticks, stage]]
+        is_other = [a != b for a, b in itertools.pairwise([-1, *chunks])]
+        assert is_other == [*changes[ticks, stage]]
+        # Two microbatches, of an odd number the last three, go through it before the next.
+        assert sum(is_other) == 4 * (microbatches // 2), "or weights are cut out for each"
+    assert not changes[table.kind == Kind.IDLE].any()
 
 
 def test_what_recurs_is_rolled_into_one_loop():

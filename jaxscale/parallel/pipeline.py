@@ -83,7 +83,8 @@ class _Stage:
         self.apart = [] if self.keeps_chunks else store.apart(parts.cast(weights))
         first = self.microbatch(0)
         self.first_x = parts.embed(outer, first)
-        shared, some = parts.share(first), self.weights_at(dict(chunk=0), store.place(0, 0))
+        row = dict(chunk=0, weights=self.chunk(0)) if self.keeps_chunks else dict(chunk=0)
+        shared, some = parts.share(first), self.weights_at(row, store.place(0, 0))
         self.layers = [
             LayerGradients(
                 layer,
@@ -136,12 +137,10 @@ class _Stage:
         return jax.tree.map(lambda leaf: at(leaf, number), self.batch)
 
     def weights_at(self, row, place: Place):
-        """A layer's of the row's chunk; a block's rows bring that chunk along."""
-        if not self.keeps_chunks:
-            first = self.store.of_chunk(row["chunk"])
-            return layer_store.read(self.apart, place, first=first)
-        weights = row["weights"] if "weights" in row else self.chunk(row["chunk"])
-        return layer_store.read(weights, place, first=())
+        """A layer's of the row's chunk, which comes with the row where chunks are kept."""
+        if self.keeps_chunks:
+            return layer_store.read(row["weights"], place, first=())
+        return layer_store.read(self.apart, place, first=self.store.of_chunk(row["chunk"]))
 
     def chunk(self, number) -> list:
         """A store of its weights, cast."""

@@ -1,6 +1,7 @@
 """The process beside which a watchdog stands, seen from outside."""
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -8,10 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-# Has Python print the stacks of all its threads, whatever they do: `faulthandler` answers it in C,
-# without the lock of the interpreter.
-STACKS = signal.SIGRTMIN + 8
-STACKS_SECONDS = 2.0
+# Has Python print the stack of its main thread, whatever that does: `faulthandler` answers in C,
+# without the lock of the interpreter. Of that thread alone, and it is sent to that thread: the
+# frames of one that runs are freed while another reads them, which ends the process (SIGSEGV).
+STACK = signal.SIGRTMIN + 8
+STACK_SECONDS = 2.0
 # The letters of /proc/PID/stat that are worth a word.
 STATES = {
     "D": "inside the kernel, such as for a disk or a network folder",
@@ -20,10 +22,11 @@ STATES = {
 
 
 class Ward:
-    """pid: of the process. stacks: of the file into which it writes its stacks."""
+    """pid: of the process. stacks: of the file into which it writes its stack, again and again."""
 
     def __init__(self, pid: int, *, stacks: int):
         self.pid, self._stacks = pid, stacks
+        self._send_to_thread = ctypes.CDLL(None).tgkill
 
     def state(self) -> str:
         """The letter of /proc/PID/stat: R, S, D, T, t of a debugger, Z; "" where there is none."""
@@ -34,38 +37,33 @@ class Ward:
         # The name before it may hold anything, brackets too.
         return text.rpartition(")")[2].split()[0]
 
-    def stacks(self) -> str:
-        """Python's stacks of all its threads, the main one last; "" where it does not answer.
+    def stack(self) -> str:
+        """The frames of its main thread in Python, the innermost first; "" where none come.
 
         A process that is stopped goes on for it.
         """
         before = os.fstat(self._stacks).st_size
-        with contextlib.suppress(OSError):
-            os.kill(self.pid, STACKS)
-            if self.state() == "T":
+        self._send_to_thread(self.pid, self.pid, STACK)
+        if self.state() == "T":
+            with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGCONT)
-        deadline, size = time.monotonic() + STACKS_SECONDS, before
+        deadline, size = time.monotonic() + STACK_SECONDS, before
         while time.monotonic() < deadline:
             time.sleep(0.05)
             grown = os.fstat(self._stacks).st_size
             if grown == size > before:
                 break  # nothing came since the last look: it is whole
             size = grown
-        return os.pread(self._stacks, size - before, before).decode(errors="replace")
+        lines = os.pread(self._stacks, size - before, before).decode(errors="replace").splitlines()
+        return "\n".join(line.strip() for line in lines if line.startswith("  "))
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGKILL)
 
 
-def main_stack(stacks: str) -> str:
-    """Of what `Ward.stacks` gave: the frames of the main thread, the innermost first."""
-    frames = stacks.rpartition("(most recent call first):\n")[2]
-    return "\n".join(line.strip() for line in frames.splitlines() if line.startswith("  "))
-
-
 def place(stack: str) -> str:
-    """`loader.py:120 in read`: the innermost frame of a main stack, "" of none."""
+    """`loader.py:120 in read`: the innermost frame of a stack, "" of none."""
     found = re.match(r'File "(?:.*/)?([^/"]+)", line (\d+) in (\S+)', stack)
     return f"{found[1]}:{found[2]} in {found[3]}" if found else ""
 

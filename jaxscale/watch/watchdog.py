@@ -25,8 +25,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jaxscale.watch.lines import Line
-from jaxscale.watch.verdict import Report, judge, lost, name_of
-from jaxscale.watch.ward import Ward, main_stack, say
+from jaxscale.watch.verdict import Report, heading_of_stacks, judge, lost, name_of
+from jaxscale.watch.ward import Ward, say
 
 CONNECT_SECONDS = 10
 TICK_SECONDS = 1.0
@@ -62,7 +62,7 @@ class Seen(Protocol):
     """The process, as `Ward` sees it."""
 
     def state(self) -> str: ...
-    def stacks(self) -> str: ...
+    def stack(self) -> str: ...
     def kill(self) -> None: ...
 
 
@@ -70,7 +70,7 @@ class Watchdog:
     """me: [process, host, pid]. pipe: to the process. advice: what the user is to do if it ends.
 
     It tells where it is (at), and with whom it runs (lead, follow); that it failed, and why; or
-    that it ends well (bye). It is told: invitation, following, warn, end.
+    that it ends well (bye). It is told: invitation, following, warn, end, end_stuck.
     """
 
     def __init__(self, me: list, *, ward: Seen, pipe: Line, advice: str = ""):
@@ -89,7 +89,7 @@ class Watchdog:
         self._gone: list[list] = []
         self._heard: dict[Line, float] = {}
         self._reports: dict[int, Report] | None = None
-        self._stacks, self._awaits_verdict = "", False
+        self._stack, self._awaits_verdict = "", False
         self._add(pipe, self._from_process)
         self._last_turn = time.monotonic()
 
@@ -209,8 +209,11 @@ class Watchdog:
                 self._from_process(message, self._pipe)
         self._is_over = True
 
-    def _end(self, text: str) -> None:
-        """Ends the process, which says why; for one that cannot it is said here."""
+    def _end(self, text: str, *, is_stuck: bool = False) -> None:
+        """Ends the process, which says why; for one that cannot it is said here.
+
+        is_stuck: with the stacks of all its threads; here with that of the main one.
+        """
         if self._is_closing or self._is_told:
             return
         self._is_told = True
@@ -218,11 +221,13 @@ class Watchdog:
         text = "; ".join(filter(None, (reason, self._advice))) + line + stack
 
         def kill():
-            say(f"\nerror: {text}")
+            stacks = f"{heading_of_stacks(self.me)}{self._stack}\n" if is_stuck else ""
+            say(f"{stacks}\nerror: {text}")
             self._ward.kill()
 
         stays = LEAD_STAYS_SECONDS if self._below else 0.0
-        self._after(stays, lambda: _send(self._pipe, ["end", text]))
+        kind = "end_stuck" if is_stuck else "end"
+        self._after(stays, lambda: _send(self._pipe, [kind, text]))
         self._after(stays + END_SECONDS, kill)
 
     # Joining.
@@ -346,7 +351,7 @@ class Watchdog:
 
     def _report(self) -> Report:
         now, place, state = time.monotonic(), self._place, self._ward.state()
-        self._stacks = self._ward.stacks()
+        self._stack = self._ward.stack()
         return Report(
             self.me,
             place.step,
@@ -356,7 +361,7 @@ class Watchdog:
             place.allowed,
             state,
             now - (self._stopped_since or now),
-            main_stack(self._stacks),
+            self._stack,
         )
 
     def _judge(self, reports: dict[int, Report]) -> None:
@@ -377,9 +382,7 @@ class Watchdog:
         self._awaits_verdict = False
         self._quiet_until = time.monotonic() + AGAIN_SECONDS
         if is_over:
-            if not self._is_closing and not self._is_told:
-                say(f"\nstacks of process {name_of(self.me)}:\n{self._stacks}")
-            self._end(text)
+            self._end(text, is_stuck=True)
         elif self._above is None:
             _send(self._pipe, ["warn", text])
 

@@ -142,9 +142,9 @@ def test_a_process_that_is_stopped_is_named_with_its_stack_and_the_run_ends(
     output = finish(started, code=EXIT_AGAIN)
     assert time.monotonic() - stopped_at < 60
     named = rf"error: process {stuck} \(host .*, pid \d+\) is stuck: stopped by a signal for "
-    named += (
-        r"\d+ s, in step \d+; the other is in step \d+; continue with: cd .*/launch_local.py -n 2 "
-    )
+    # The signal may come while it waits for its batch.
+    named += r"\d+ s, (in|waiting for the batch of) step \d+; the other is in step \d+; "
+    named += r"continue with: cd .*/launch_local.py -n 2 "
     stack = rf"\[.\] main thread of process {stuck}, innermost call first:\n(\[.\]   File .*\n)*"
     stack += r"\[.\]   File .*/jaxscale/train/loop.py\", line \d+ in train"
     for number in (0, 1):

@@ -13,7 +13,7 @@ from jaxscale.watch.lines import Line
 from jaxscale.watch.watchdog import Watchdog
 
 PATIENCE = 60
-STACKS = 'Thread 0x1 (most recent call first):\n  File "/src/loop.py", line 44 in train\n'
+STACK = 'File "/src/loop.py", line 44 in train'
 
 
 class Process:
@@ -32,7 +32,7 @@ class Process:
         self._listener.start()
 
     def _listen(self):
-        places = {"end": self.ends, "warn": self.warnings}
+        places = {"end": self.ends, "end_stuck": self.ends, "warn": self.warnings}
         while (messages := self._line.receive()) is not None:
             for kind, text in messages:
                 places.get(kind, self._answers).put(text)
@@ -56,8 +56,8 @@ class Process:
     def state(self):
         return self.seen
 
-    def stacks(self):
-        return STACKS
+    def stack(self):
+        return STACK
 
     def kill(self):
         self.is_killed = True
@@ -225,7 +225,7 @@ def test_one_whose_watchdog_hangs_too_is_named(crew, monkeypatch):
     monkeypatch.setattr(watchdog, "REPORT_SECONDS", 3.0)
     members = crew(3)
     release = threading.Event()
-    members[1].stacks = lambda: release.wait(PATIENCE) and ""
+    members[1].stack = lambda: release.wait(PATIENCE) and ""
     members[2].tell("at", 3, "step", 0.1)
     text = members[2].ends.get(timeout=PATIENCE)
     release.set()

@@ -1,0 +1,65 @@
+"""What a watchdog sees of a real process, which stays as it was."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxscale.watch.ward import Ward
+
+# Its threads make and free frames without end, but for those of C, of which XLA has many.
+BUSY = """
+import ctypes, threading
+from jaxscale.watch.watched import Watched
+
+watched = Watched(0)
+libc = ctypes.CDLL(None)
+for _ in range(16):
+    libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.pause, None)
+
+def deep(depth):
+    return depth and deep(depth - 1) + 1
+
+def work(*depths):
+    while True:
+        for depth in depths:
+            eval("(lambda depth: deep(depth))(depth)", globals(), dict(depth=depth))
+
+for _ in range(6):
+    threading.Thread(target=work, args=(3, 40, 400, 7), daemon=True).start()
+print(watched._stacks, flush=True)
+work(3, 40)
+"""
+
+
+@pytest.fixture
+def busy():
+    command = [sys.executable, "-c", BUSY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        number = process.stdout.readline().strip()
+        with open(f"/proc/{process.pid}/fd/{number}", "rb") as stacks:
+            yield process, Ward(process.pid, stacks=stacks.fileno())
+        process.kill()
+
+
+def test_a_process_that_is_looked_at_goes_on_also_if_it_was_stopped(busy):
+    process, ward = busy
+    for _ in range(25):
+        os.kill(process.pid, signal.SIGSTOP)
+        while ward.state() != "T":
+            time.sleep(0.001)
+        stack = ward.stack().splitlines()
+        assert all(frame.startswith("File ") for frame in stack)
+        assert stack[-1].endswith(" in <module>")
+        assert process.poll() is None
+
+
+def test_of_a_process_that_has_ended_nothing_comes(busy):
+    process, ward = busy
+    process.kill()
+    process.wait()
+    assert ward.stack() == "" and ward.state() == ""

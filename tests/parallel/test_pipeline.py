@@ -118,6 +118,9 @@ def products() -> dict[str, dict[str, Any]]:
                     num_layers=layers,
                     grad_accumulation=microbatches,
                     batch_size=rows,
+                    # 16 layers with 1e-3 make a difference 15 times as large in each step: the norm
+                    # of the fifth gradient is 2.9e-5 off where all losses agree to 1e-7.
+                    peak=3e-4 if stages == 8 else 1e-3,
                 )
     return found
 
@@ -151,7 +154,7 @@ def in_order(here: dict, like: dict) -> dict:
 
 
 def assert_is_like_one_device(run, settings):
-    same = {k: v for k, v in settings.items() if k in ("num_layers", "batch_size", "is_gemma")}
+    same = {k: v for k, v in settings.items() if k in ("num_layers", "batch_size", "peak", "is_gemma")}
     alone, here = run(1, **same), run(**settings)
     for name, value in in_order(here.initial, alone.initial).items():
         np.testing.assert_array_equal(value, alone.initial[name], err_msg=name)

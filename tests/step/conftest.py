@@ -26,7 +26,7 @@ VOCAB_SIZE = 257  # not a multiple of any axis: the padding is part of what is t
 
 def small_config(**changes) -> run_config.Config:
     """8 query heads over 2 key heads, so that tensor=4 and 8 have more devices than key heads."""
-    num_layers = changes.pop("num_layers", 2)
+    num_layers, peak = changes.pop("num_layers", 2), changes.pop("peak", 1e-3)
     pipeline = run_config.PipelineConfig(
         schedule=run_config.PipelineSchedule(changes.pop("stages_take_turns", "auto")),
         chunks=changes.pop("chunks", 2),
@@ -48,7 +48,7 @@ def small_config(**changes) -> run_config.Config:
             qk_norm=True,
         ),
         optim=adamw.Config(),
-        schedule=cosine.Config(peak=1e-3, warmup_steps=2),
+        schedule=cosine.Config(peak=peak, warmup_steps=2),
         steps=5,
         batch_size=16,
         seq_len=32,

@@ -104,6 +104,8 @@ def only_run(workdir: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        with contextlib.suppress(OSError):  # it holds something, unless the run was refused
+            (workdir / "checkpoints").rmdir()
         os.close(folder)
 
 

@@ -16,6 +16,7 @@ import re
 import struct
 import sys
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -238,10 +239,10 @@ class MeshConfig:
         """
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
         wild = [axis for axis, size in sizes.items() if size == -1]
-        fixed = _product(size for size in sizes.values() if size != -1)
+        fixed = math.prod(size for size in sizes.values() if size != -1)
         if wild and num_devices % fixed == 0:
             sizes[wild[0]] = num_devices // fixed
-        if _product(sizes.values()) != num_devices:
+        if math.prod(sizes.values()) != num_devices:
             # Of axes that are all 1, fsdp is the one that is not so by default.
             shown = (
                 ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "fsdp=1"
@@ -255,6 +256,19 @@ class MeshConfig:
 
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+# Those that split the rows of a microbatch, and those that split the weights for ZeRO-3.
+ROW_AXES = ("data", "fsdp", "expert")
+WEIGHT_AXES = ("fsdp", "context")
+
+
+def num_row_shards(sizes: Mapping[str, int]) -> int:
+    """sizes: of the mesh's axes."""
+    return math.prod(sizes[axis] for axis in ROW_AXES)
+
+
+def num_weight_shards(sizes: Mapping[str, int]) -> int:
+    """sizes: of the mesh's axes."""
+    return math.prod(sizes[axis] for axis in WEIGHT_AXES)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -687,7 +701,7 @@ def _validate_leaner_layers(config: Config) -> None:
 def validate_on(config: Config, num_devices: int) -> dict[str, int]:
     """The mesh's sizes on this many devices, once batch and model are known to divide over them."""
     sizes = config.mesh.sizes(num_devices)
-    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    shards = num_row_shards(sizes)
     microbatch = config.batch_size // config.grad_accumulation
     _require(
         microbatch % shards == 0,
@@ -724,7 +738,7 @@ def validate_on(config: Config, num_devices: int) -> dict[str, int]:
 def rows_of_group(config: Config, sizes: dict[str, int]) -> int:
     """Rows of a microbatch that one group of devices of `context` and `tensor` shares."""
     microbatch = config.batch_size // config.grad_accumulation
-    return microbatch // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
+    return microbatch // num_row_shards(sizes)
 
 
 def splits_rows(config: Config, sizes: dict[str, int]) -> bool:
@@ -742,7 +756,7 @@ def _validate_async_tensor(config: Config, sizes: dict[str, int]) -> None:
     if not config.mesh.async_tensor:
         return
     rows = config.batch_size // config.grad_accumulation
-    pairs = 2 * sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    pairs = 2 * num_row_shards(sizes)
     fix = "set config.mesh.async_tensor=False, or "
     _require(
         rows % pairs == 0,
@@ -958,13 +972,6 @@ def _unknown_key(path: str, name: str, *, names: list[str]) -> str:
 def _require(holds: bool, key: str, *, value, fix: str) -> None:
     if not holds:
         raise ValueError(f"config.{key}={shown(value)}: {fix}")
-
-
-def _product(sizes) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 # JSON: every dataclass is a dict; the model, optimiser and schedule also say which class they are.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxscale import config as run_config
-from jaxscale.config import Config, Remat
+from jaxscale.config import Config, Remat, num_weight_shards
 from jaxscale.step.plan import Plan, plan_of_run
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     yield from ({"remat": remat.value} for remat in leaner(plan))
     if config.scan_unroll > 1:
         yield {"scan_unroll": 1}
-    if config.mesh.zero < 3 and sizes["fsdp"] * sizes["context"] > 1:
+    if config.mesh.zero < 3 and num_weight_shards(sizes) > 1:
         yield {"mesh.zero": 3}
     if not config.mesh.reshard_after_forward:
         yield {"mesh.reshard_after_forward": True}

@@ -1,10 +1,9 @@
 """How a run's stages work: the schedule that the config names, or the one that takes least time."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
-from jaxscale.config import Config, PipelineSchedule
+from jaxscale.config import Config, PipelineSchedule, num_row_shards
 from jaxscale.parallel.placement import Placement, placement_of
 from jaxscale.parallel.schedules import Shape, Table, timetable
 
@@ -103,7 +102,7 @@ def _chunks_cost(config: Config, sizes: Mapping[str, int]) -> float:
     if config.scan_unroll < config.model.num_layers:
         return 0.0
     rows = config.batch_size // config.grad_accumulation
-    split = math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
+    split = num_row_shards(sizes) * sizes["context"]
     return CHUNKS_COST * CHUNKS_TOKENS * split / (rows * config.seq_len)
 
 

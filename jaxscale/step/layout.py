@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import sharding as shd
 from jaxscale.config import (
     OF_WHOLE_ROWS,
+    ROW_AXES,
     AxisTypes,
     Config,
     Exchange,
@@ -42,12 +43,11 @@ def rules_of(
     """
     context = ("context",) if config.context > 1 else ()
     is_all_to_all = exchange == Exchange.ALL_TO_ALL
-    batch = "data", "fsdp", "expert"
     splits_sequence = config.sequence_parallel and not splits_rows
     rules: dict[str, Any] = dict(
-        batch=batch,
+        batch=ROW_AXES,
         seq=context,
-        residual_rows=(*batch, "tensor") if splits_rows else batch,
+        residual_rows=(*ROW_AXES, "tensor") if splits_rows else ROW_AXES,
         residual_seq=(*context, "tensor") if splits_sequence else context,
         act_embed=None,
         embed=("fsdp", *context),

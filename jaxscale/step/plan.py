@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxscale import config as run_config
 from jaxscale import sharding as shd
-from jaxscale.config import Config, Exchange, Recipe
+from jaxscale.config import Config, Exchange, Recipe, num_weight_shards
 from jaxscale.data.loader import Corpus, open_dataset
 from jaxscale.kernels import block_scaled_matmul
 from jaxscale.ops.execution import Execution
@@ -273,7 +273,7 @@ def execution_of(
         remat=config.remat,
         leaner_layers=config.leaner_layers,
         keep_gathered=not config.mesh.reshard_after_forward and not has_stages,
-        sums_parts=sizes["data"] > 1 and sizes["fsdp"] * sizes["context"] > 1 and not has_stages,
+        sums_parts=sizes["data"] > 1 and num_weight_shards(sizes) > 1 and not has_stages,
         scan_unroll=config.scan_unroll,
         async_tensor=config.mesh.async_tensor,
         attention=config.attention,

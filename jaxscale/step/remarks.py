@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.config import Exchange
+from jaxscale.config import Exchange, num_row_shards
 from jaxscale.step.plan import Plan
 
 # Bytes a second that a GPU sends to another host: one port of 400 Gb/s for each.
@@ -62,7 +62,7 @@ def _crossing(plan: Plan, hosts: np.ndarray) -> list[str]:
 def _tokens(plan: Plan) -> float:
     """Of an update, on the devices that share rows over context and tensor."""
     config, sizes = plan.config, plan.mesh.shape
-    return config.batch_size * config.seq_len / (sizes["data"] * sizes["fsdp"] * sizes["expert"])
+    return config.batch_size * config.seq_len / num_row_shards(sizes)
 
 
 def _layers(plan: Plan) -> float:

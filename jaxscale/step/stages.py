@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import sharding as shd
+from jaxscale.config import num_row_shards
 from jaxscale.data.batch import Batch
 from jaxscale.ops.delayed import Factors
 from jaxscale.ops.layers import layers_of, map_axes
@@ -159,11 +160,10 @@ def without_stages(state: TrainState, plan: Plan) -> tuple[TrainState, Plan]:
     num_shards = sizes["fsdp"] * sizes["stage"]
     axis = "data" if plan.config.model.model_dim % num_shards else "fsdp"
     sizes |= {"stage": 1, axis: sizes[axis] * sizes["stage"]}
-    rows = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     config = dataclasses.replace(
         plan.config,
         mesh=dataclasses.replace(plan.config.mesh, **sizes),
-        batch_size=rows,
+        batch_size=num_row_shards(sizes),
         grad_accumulation=1,
     )
     there = plan_of_run(config, devices=list(plan.mesh.devices.flat))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale import warned
+from jaxscale.config import num_weight_shards
 from jaxscale.xla import environment, jaxlib, targets
 
 
@@ -27,11 +28,6 @@ def _in_8_bits(config: Any, sizes: dict[str, int]) -> bool:
     return config.precision.recipe.value.startswith("fp8")
 
 
-def _parts(sizes: dict[str, int]) -> int:
-    """In which fsdp, and context with it, has the weights."""
-    return sizes["fsdp"] * sizes["context"]
-
-
 # With more, all-to-alls get the products that gathers would hide behind.
 MOST_CONTEXT = 4
 
@@ -45,9 +41,9 @@ def _unrolled_gathers(config: Any, sizes: dict[str, int]) -> bool:
     instead of 25.8).
     """
     return (
-        _parts(sizes) > 1
+        num_weight_shards(sizes) > 1
         and sizes["context"] <= MOST_CONTEXT
-        and _parts(sizes) * sizes["data"] == math.prod(sizes.values())
+        and num_weight_shards(sizes) * sizes["data"] == math.prod(sizes.values())
         and config.scan_unroll == config.model.num_layers
     )
 
@@ -66,7 +62,7 @@ def _a_layers_weights(config: Any, sizes: dict[str, int]) -> int:
 def _a_layers_gradients(config: Any, sizes: dict[str, int]) -> int:
     """Bytes that a GPU's part of one layer's gradients fits in, and of two layers' does not."""
     itemsize = max(config.dtype.itemsize, config.mesh.reduce_dtype.itemsize)
-    return _and_a_little(config.model.num_layer_params() * itemsize // _parts(sizes))
+    return _and_a_little(config.model.num_layer_params() * itemsize // num_weight_shards(sizes))
 
 
 def _and_a_little(num_bytes: int) -> int:

@@ -154,7 +154,8 @@ def in_order(here: dict, like: dict) -> dict:
 
 
 def assert_is_like_one_device(run, settings):
-    same = {k: v for k, v in settings.items() if k in ("num_layers", "batch_size", "peak", "is_gemma")}
+    of_one = ("num_layers", "batch_size", "peak", "is_gemma")
+    same = {key: value for key, value in settings.items() if key in of_one}
     alone, here = run(1, **same), run(**settings)
     for name, value in in_order(here.initial, alone.initial).items():
         np.testing.assert_array_equal(value, alone.initial[name], err_msg=name)

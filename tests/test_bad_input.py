@@ -584,7 +584,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(command, folde
     assert "Traceback" not in answer.err
     assert "step 2: grad_norm is nan" in answer.err and "lower config.schedule.peak" in answer.err
     assert "nothing is saved" in answer.err
-    assert not list((workdir / "checkpoints").iterdir())
+    assert not (workdir / "checkpoints").exists()
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1, 2]
     assert records[2]["non_finite"]["grad_norm"] == "nan"

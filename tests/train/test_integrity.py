@@ -72,7 +72,7 @@ def corrupted_at(step, monkeypatch, *, name="params.norm", device=5):
 
 
 def saved_steps(workdir):
-    return sorted(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
+    return sorted(int(p.name) for p in workdir.glob("checkpoints/*") if p.name.isdigit())
 
 
 @pytest.fixture(scope="module")

@@ -183,7 +183,7 @@ def eval_losses(workdir):
 
 def saved_steps(workdir):
     return sorted(
-        int(path.name) for path in (Path(workdir) / "checkpoints").iterdir() if path.name.isdigit()
+        int(path.name) for path in Path(workdir).glob("checkpoints/*") if path.name.isdigit()
     )
 
 

@@ -48,14 +48,16 @@ def busy():
 
 def test_a_process_that_is_looked_at_goes_on_also_if_it_was_stopped(busy):
     process, ward = busy
+    outermost = set()
     for _ in range(25):
         os.kill(process.pid, signal.SIGSTOP)
         while ward.state() != "T":
             time.sleep(0.001)
         stack = ward.stack().splitlines()
-        assert all(frame.startswith("File ") for frame in stack)
-        assert stack[-1].endswith(" in <module>")
+        assert stack and all(frame.startswith("File ") for frame in stack)
+        outermost.add(stack[-1].split()[-1])
         assert process.poll() is None
+    assert "<module>" in outermost
 
 
 def test_of_a_process_that_has_ended_nothing_comes(busy):

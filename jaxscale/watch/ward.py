@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import platform
 import re
 import signal
 import sys
@@ -14,6 +15,9 @@ from pathlib import Path
 # frames of one that runs are freed while another reads them, which ends the process (SIGSEGV).
 STACK = signal.SIGRTMIN + 8
 STACK_SECONDS = 2.0
+# The number of the system call that signals one thread: glibc has no function for it before 2.30,
+# so none on RHEL 8. Machines for which JAX has GPUs.
+TGKILL = {"x86_64": 234, "aarch64": 131}
 # The letters of /proc/PID/stat that are worth a word.
 STATES = {
     "D": "inside the kernel, such as for a disk or a network folder",
@@ -26,7 +30,6 @@ class Ward:
 
     def __init__(self, pid: int, *, stacks: int):
         self.pid, self._stacks = pid, stacks
-        self._send_to_thread = ctypes.CDLL(None).tgkill
 
     def state(self) -> str:
         """The letter of /proc/PID/stat: R, S, D, T, t of a debugger, Z; "" where there is none."""
@@ -43,7 +46,7 @@ class Ward:
         A process that is stopped goes on for it.
         """
         before = os.fstat(self._stacks).st_size
-        self._send_to_thread(self.pid, self.pid, STACK)
+        self._ask_main_thread()
         if self.state() == "T":
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGCONT)
@@ -56,6 +59,13 @@ class Ward:
             size = grown
         lines = os.pread(self._stacks, size - before, before).decode(errors="replace").splitlines()
         return "\n".join(line.strip() for line in lines if line.startswith("  "))
+
+    def _ask_main_thread(self) -> None:
+        if number := TGKILL.get(platform.machine()):
+            ctypes.CDLL(None).syscall(number, self.pid, self.pid, STACK)
+        else:  # whichever thread takes it; there is a stack if that is one of Python's
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, STACK)
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):

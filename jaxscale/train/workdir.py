@@ -86,7 +86,8 @@ def check_same_run(workdir: Path, config: Config, *, saved: dict) -> None:
 def only_run(workdir: Path) -> Iterator[None]:
     """Raises ValueError while another process trains in the workdir.
 
-    Two would delete each other's checkpoints.
+    Two would delete each other's checkpoints. At its end a folder for checkpoints that has none
+    goes.
     """
     folder = os.open(workdir, os.O_RDONLY)
     try:

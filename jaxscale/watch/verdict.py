@@ -147,10 +147,6 @@ def lost(gone: list[list]) -> str:
     )
 
 
-def heading_of_stacks(who: list) -> str:
-    return f"\nstacks of process {name_of(who)}:\n"
-
-
 def name_of(who: list) -> str:
     """`3 (host node1, pid 4242)`."""
     return "{} (host {}, pid {})".format(*who)

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jaxscale.watch.lines import Line
-from jaxscale.watch.verdict import Report, heading_of_stacks, judge, lost, name_of
+from jaxscale.watch.verdict import Report, judge, lost, name_of
 from jaxscale.watch.ward import Ward, say
 
 CONNECT_SECONDS = 10
@@ -70,7 +70,7 @@ class Watchdog:
     """me: [process, host, pid]. pipe: to the process. advice: what the user is to do if it ends.
 
     It tells where it is (at), and with whom it runs (lead, follow); that it failed, and why; or
-    that it ends well (bye). It is told: invitation, following, warn, end, end_stuck.
+    that it ends well (bye). It is told: invitation, following, warn, stacks, end.
     """
 
     def __init__(self, me: list, *, ward: Seen, pipe: Line, advice: str = ""):
@@ -209,11 +209,8 @@ class Watchdog:
                 self._from_process(message, self._pipe)
         self._is_over = True
 
-    def _end(self, text: str, *, is_stuck: bool = False) -> None:
-        """Ends the process, which says why; for one that cannot it is said here.
-
-        is_stuck: with the stacks of all its threads; here with that of the main one.
-        """
+    def _end(self, text: str) -> None:
+        """Ends the process, which says why; for one that cannot it is said here."""
         if self._is_closing or self._is_told:
             return
         self._is_told = True
@@ -221,13 +218,11 @@ class Watchdog:
         text = "; ".join(filter(None, (reason, self._advice))) + line + stack
 
         def kill():
-            stacks = f"{heading_of_stacks(self.me)}{self._stack}\n" if is_stuck else ""
-            say(f"{stacks}\nerror: {text}")
+            say(f"\nerror: {text}")
             self._ward.kill()
 
         stays = LEAD_STAYS_SECONDS if self._below else 0.0
-        kind = "end_stuck" if is_stuck else "end"
-        self._after(stays, lambda: _send(self._pipe, [kind, text]))
+        self._after(stays, lambda: _send(self._pipe, ["end", text]))
         self._after(stays + END_SECONDS, kill)
 
     # Joining.
@@ -382,7 +377,12 @@ class Watchdog:
         self._awaits_verdict = False
         self._quiet_until = time.monotonic() + AGAIN_SECONDS
         if is_over:
-            self._end(text, is_stuck=True)
+            if not self._is_closing and not self._is_told:
+                # The main thread's at once: a process that hangs in C says no more.
+                name = name_of(self.me)
+                say(f"\nstacks of process {name}, its main thread's first:\n{self._stack}\n")
+                _send(self._pipe, ["stacks", ""])
+            self._end(text)
         elif self._above is None:
             _send(self._pipe, ["warn", text])
 

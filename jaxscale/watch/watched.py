@@ -15,7 +15,6 @@ from pathlib import Path
 
 from jaxscale.launch import EXIT_AGAIN
 from jaxscale.watch.lines import Line
-from jaxscale.watch.verdict import heading_of_stacks
 from jaxscale.watch.ward import STACK
 from jaxscale.watch.watchdog import OWN_WORDS_SECONDS
 
@@ -94,22 +93,16 @@ class Watched:
                     self._answers.put(text)
                 elif kind == "warn":
                     log.warning(text)
-                elif kind in ("end", "end_stuck") and not self._is_closed.is_set():
-                    if kind == "end_stuck":
-                        self._say_stacks()
+                elif kind == "stacks":
+                    # No thread goes on meanwhile, as the interpreter's lock is held here.
+                    faulthandler.dump_traceback(file=2, all_threads=True)
+                elif kind == "end" and not self._is_closed.is_set():
                     end_with(text)
             if messages is None:
                 if not self._is_closed.is_set():
                     self._is_closed.set()
                     log.error("the watchdog of this process was killed; nobody notices if it hangs")
                 return
-
-    def _say_stacks(self) -> None:
-        """Of all threads: none goes on meanwhile, as the interpreter's lock is held here."""
-        me = [self._process, socket.gethostname(), os.getpid()]
-        with contextlib.suppress(OSError):
-            os.write(2, heading_of_stacks(me).encode(errors="replace"))
-            faulthandler.dump_traceback(file=2, all_threads=True)
 
 
 def _start(process: int, advice: str, *, fds: tuple[int, int]) -> subprocess.Popen:

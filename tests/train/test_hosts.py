@@ -150,6 +150,9 @@ def test_a_process_that_is_stopped_is_named_with_its_stack_and_the_run_ends(
     for number in (0, 1):
         assert re.search(rf"^\[{number}\] {named}", output, re.MULTILINE), output
         assert re.search(rf"\[{number}\] stacks of process {number} \(", output), output
+        # Of its other threads too.
+        listens = rf"^\[{number}\]   File .*/watched.py\", line \d+ in _listen"
+        assert re.search(listens, output, re.MULTILINE), output
     assert re.search(stack, output), output
 
 

@@ -21,7 +21,7 @@ class Process:
 
     def __init__(self, number):
         self.number, self.seen, self.is_killed = number, "S", False
-        self.ends, self.warnings = queue.Queue(), queue.Queue()
+        self.ends, self.warnings, self.stacks = queue.Queue(), queue.Queue(), queue.Queue()
         self._answers = queue.Queue()
         mine, its = socket.socketpair()
         self._line = Line(mine)
@@ -32,7 +32,7 @@ class Process:
         self._listener.start()
 
     def _listen(self):
-        places = {"end": self.ends, "end_stuck": self.ends, "warn": self.warnings}
+        places = {"end": self.ends, "warn": self.warnings, "stacks": self.stacks}
         while (messages := self._line.receive()) is not None:
             for kind, text in messages:
                 places.get(kind, self._answers).put(text)
@@ -104,6 +104,7 @@ def test_a_process_that_goes_without_a_word_is_named_to_all_others(crew):
         assert text.startswith(
             "process 2 (host node2, pid 102) vanished: killed, out of memory, or its host was lost"
         )
+        assert members[number].stacks.empty()
 
 
 def test_those_that_a_host_takes_with_it_are_named_together(crew, monkeypatch):
@@ -170,6 +171,7 @@ def test_a_process_that_is_stopped_is_named_to_all_with_its_stack(crew, which):
         name = f"process {which} (host node{which}, pid 10{which})"
         assert text.startswith(f"{name} is stuck: stopped by a signal")
         assert text.endswith('innermost call first:\n  File "/src/loop.py", line 44 in train')
+        assert member.stacks.get(timeout=PATIENCE) == ""
 
 
 def test_who_is_waited_for_is_told_to_the_lead_and_ends_the_run_once_his_own_time_is_over(crew):

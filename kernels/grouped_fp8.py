@@ -113,7 +113,8 @@ class _Scaled(Product):
     x_scale: Any
     w_scale: Any
 
-    def sums(self, work, count):
+    def sums(self, work, count, *, before):
+        assert before is None, "its sums leave no registers to hold a tile"
         width = min(PART, self.tiles.columns)
         zeros = jnp.zeros((64, width), jnp.float32)
         zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)

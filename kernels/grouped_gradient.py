@@ -38,7 +38,9 @@ def weight_gradient(x_TK, grad_TN, *, group_sizes_E, out_dtype, tiles: Tiles | N
     own matrix, and perhaps those of the two beside it.
     """
     size, columns = x_TK.shape[1], grad_TN.shape[1]
-    tiles = tiles or tiles_for(columns)
+    # A tile that is held in float32 takes more registers than there are.
+    is_held = out_dtype == jnp.bfloat16
+    tiles = (tiles or tiles_for(columns))._replace(is_held=is_held)
     num_groups = len(group_sizes_E)
     programs = min(
         grouped_programs.PROGRAMS, num_groups * -(-size // TILE_K) * -(-columns // tiles.columns)
@@ -85,11 +87,13 @@ class _WeightGradient(Program):
 
     def entries(self, i):
         group = lax.div(i, self.num_in_group)
-        return self.ends[jnp.maximum(group - 1, 0)], self.ends[group]
+        ends = jnp.maximum(group - 1, 0), group, self.ends.shape[0] - 1
+        return tuple(self.ends[i] for i in ends)
 
     def work(self, i, entries) -> Work:
         group, tile = lax.div(i, self.num_in_group), lax.rem(i, self.num_in_group)
-        before, end = (jnp.minimum(row, self.x.shape[0]) for row in entries)
+        *ends, num_rows = entries
+        before, end = (jnp.minimum(row, self.x.shape[0]) for row in ends)
         begin = jnp.where(group > 0, before, 0)
         first = pl.multiple_of(lax.div(begin, ALIGNED) * ALIGNED, ALIGNED)
         return Work(
@@ -101,6 +105,7 @@ class _WeightGradient(Program):
             line=lax.div(tile, self.num_columns) * TILE_K,
             stored=(0, 64),
             num_blocks=jnp.where(end > begin, lax.div(end - first + BLOCK - 1, BLOCK), 0),
+            num_rows=num_rows,
         )
 
     def sources(self, work, i):
@@ -123,7 +128,7 @@ class _WeightGradient(Program):
         mine = self.lhs_tiles.at[slot, :, own_lines()]
         pl.when((rows[0] > 0) | (rows[1] < BLOCK))(lambda: _keep(mine, rows))
 
-        @pl.when(row + BLOCK > self.ends[self.ends.shape[0] - 1])
+        @pl.when(row + BLOCK > work.num_rows)
         def mask_gradient():
             for number in range(self.tiles.columns // BLOCK):
                 part = self.rhs_tiles.at[slot, :, pl.ds(number * BLOCK, BLOCK)]
@@ -132,8 +137,8 @@ class _WeightGradient(Program):
             plgpu.barrier_arrive(self.masked)
             plgpu.barrier_wait(self.masked)
 
-    def target(self, lines, columns, *, work):
-        return self.out.at[work.group, lines, columns]
+    def target(self, lines, columns, *, made):
+        return self.out.at[made.group, lines, columns]
 
 
 def _keep(tile, rows) -> None:

@@ -3,8 +3,9 @@
 Those of 8 bits are in `grouped_fp8.py`, the matrices' gradient is in `grouped_gradient.py`.
 
 Two warpgroups compute, 64 lines of a tile of the result each, and a third copies. A program makes
-many tiles, and the operands of the next are copied while one is stored. Rows go by
-`grouped_visits.py`: a tile is one group's, and what of it belongs to the next is not stored.
+many tiles. The operands of the next are copied while one is stored; where tiles are held, one is
+stored beside the products of the next. Rows go by `grouped_visits.py`: a tile is one group's, and
+what of it belongs to the next is not stored.
 
 T rows (tokens), E groups (experts), K rows and N columns of a matrix.
 """
@@ -44,12 +45,17 @@ class Tiles(NamedTuple):
     columns: int = 256  # of the result
     stages: int = 4  # tiles of both operands in shared memory: 48 KiB each, beside 32 of results
     together: int = 8  # tiles of columns made one after the other for one tile of rows
+    # A tile is kept, in bfloat16, and stored beside the products of the next: 64 registers more.
+    is_held: bool = False
 
 
 # The widest first. With 256 columns an operand's byte is used most often; a narrower tile is taken
 # where less of its last one would lie outside of the matrix.
 COLUMNS = (256, 192, 128, 64)
 STAGES = {256: 4, 192: 4, 128: 6, 64: 8}
+# Rows a group, on average, from which on tiles are held: 3 to 6% faster with 1,024 of them, and up
+# to 5% slower with 256 (docs/kernels.md).
+HELD_ROWS = 512
 
 
 def tiles_for(columns: int) -> Tiles:
@@ -61,11 +67,12 @@ def tiles_for(columns: int) -> Tiles:
 def multiply(x_TK, w_EKN, *, group_sizes_E, is_transposed: bool, tiles: Tiles | None = None):
     """x's rows times their group's matrix, [T, N]; or times its transpose, of x [T, N]: [T, K]."""
     columns = w_EKN.shape[1] if is_transposed else w_EKN.shape[2]
+    is_held = len(x_TK) >= HELD_ROWS * len(w_EKN)
     visits = visits_of(group_sizes_E, num_rows=len(x_TK))
     return launch(
         functools.partial(Product, is_transposed=is_transposed),
         (x_TK, w_EKN, *visits),
-        tiles=tiles or tiles_for(columns),
+        tiles=tiles or tiles_for(columns)._replace(is_held=is_held),
         columns=columns,
         out_dtype=x_TK.dtype,
         is_transposed=is_transposed,
@@ -138,6 +145,7 @@ class Work(NamedTuple):
 
     first: the first row of x; begin, end: the rows that count. line, column: the first of the
     result's. stored: which of the warpgroup's own 64 lines, from and to. num_blocks: of the sum.
+    num_rows: of all groups, where `mask` asks for them.
     """
 
     group: Any
@@ -148,6 +156,20 @@ class Work(NamedTuple):
     line: Any
     stored: tuple[Any, Any]
     num_blocks: Any
+    num_rows: Any = None
+
+
+class Made(NamedTuple):
+    """The warpgroup's lines of a tile that was made, with what `Work` says of them.
+
+    values: [64, columns], in one or more parts of as many columns.
+    """
+
+    values: list[Any]
+    group: Any
+    line: Any
+    column: Any
+    stored: tuple[Any, Any]
 
 
 def own_lines():
@@ -188,18 +210,26 @@ class Program:
     def mask(self, work, i, *, slot) -> None:
         """Before block i is multiplied."""
 
-    def make(self, work, count) -> None:
-        """The warpgroup's lines of a tile; count: blocks of the sum before it."""
-        self.store(self.sums(work, count), work)
+    def make(self, work, count, *, before: Made | None) -> Made | None:
+        """The warpgroup's lines of a tile; count: blocks of the sum before it.
 
-    def target(self, lines, columns, *, work) -> Any:
+        Where tiles are held, `before` is stored meanwhile and what is returned is not yet.
+        """
+        sums = self.sums(work, count, before=before)
+        made = Made(sums, work.group, work.line, work.column, work.stored)
+        if before is None:
+            self.store(made)
+            return None
+        return held(made, dtype=self.parts.dtype)
+
+    def target(self, lines, columns, *, made: Made) -> Any:
         raise NotImplementedError
 
     def copy(self):
         """Loads tiles of the operands, `stages` ahead at most."""
         plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
 
-        def load_tiles(work, count):
+        def load_tiles(work, count, *, before):
             @pl.loop(0, work.num_blocks)
             def load_block(i):
                 slot, is_reused = self.slot(count + i), count + i >= self.tiles.stages
@@ -208,7 +238,7 @@ class Program:
                 for source, target in zip(self.sources(work, i), targets, strict=True):
                     plgpu.copy_gmem_to_smem(source, target, self.loaded.at[slot])
 
-        count = self.each(load_tiles)
+        count, _ = self.each(load_tiles)
 
         # Nothing of a barrier may be left to wait for: the interpreter says so.
         @pl.loop(jnp.maximum(0, count - self.tiles.stages), count)
@@ -217,34 +247,40 @@ class Program:
 
     def compute(self):
         plgpu.set_max_registers(REGISTERS, action="increase")
-        self.each(self.make)
+        _, last = self.each(self.make, nothing(self.tiles) if self.tiles.is_held else None)
+        self.store(last)
         plgpu.wait_smem_to_gmem(0)
 
-    def each(self, do):
-        """`do(work, count)` for this program's tiles; count: blocks of the sum before a tile.
+    def each(self, do, made: Made | None = None):
+        """`made = do(work, count, before=made)` for this program's tiles.
 
-        Returns the blocks of all of them.
+        count: blocks of the sum before a tile. Returns those of all tiles, and the last `made`.
         """
         number, num_tiles = lax.axis_index("program"), self.num_tiles()
 
         def one(i, carry):
-            count, entries = carry
+            count, entries, made = carry
             tile = number + i * self.programs
             work = self.work(tile, entries)
             # Asked for before this tile is made: memory takes as long as a block's product.
             entries = self.entries(jnp.minimum(tile + self.programs, num_tiles - 1))
-            do(work, count)
-            return count + work.num_blocks, entries
+            made = do(work, count, before=made)
+            return count + work.num_blocks, entries, made
 
         mine = lax.div(num_tiles + self.programs - 1 - number, self.programs)
         first = jnp.minimum(number, jnp.maximum(num_tiles - 1, 0))
-        return lax.fori_loop(0, mine, one, (jnp.int32(0), self.entries(first)))[0]
+        count, _, made = lax.fori_loop(0, mine, one, (jnp.int32(0), self.entries(first), made))
+        return count, made
 
     def slot(self, i):
         return lax.rem(i, self.tiles.stages)
 
-    def sums(self, work, count) -> list[Any]:
-        """float32 [64, columns], in one or more parts of as many columns."""
+    def sums(self, work, count, *, before: Made | None) -> list[Any]:
+        """float32 [64, columns], in one or more parts of as many columns.
+
+        128 bytes of each line of `before` are stored beside each product.
+        """
+        stores = self.stores(before)
 
         def add_up(sums):
             @pl.loop(0, work.num_blocks)
@@ -253,42 +289,70 @@ class Program:
                 plgpu.barrier_wait(self.loaded.at[slot])
                 self.mask(work, i, slot=slot)
                 plgpu.wgmma(sums, *self.operands(slot))
+                for number, store in enumerate(stores):
+                    pl.when(i == number)(store)
                 # The product before this one has been made then, and its tiles are free.
                 plgpu.wgmma_wait(1)
-                before = self.slot(count + i + self.tiles.stages - 1)
-                pl.when(i > 0)(lambda: plgpu.barrier_arrive(self.used.at[before]))
+                used = self.slot(count + i + self.tiles.stages - 1)
+                pl.when(i > 0)(lambda: plgpu.barrier_arrive(self.used.at[used]))
 
             made = sums[...]
             last = self.slot(count + work.num_blocks + self.tiles.stages - 1)
             pl.when(work.num_blocks > 0)(lambda: plgpu.barrier_arrive(self.used.at[last]))
             return made
 
-        return [pl.run_scoped(add_up, plgpu.ACC((64, self.tiles.columns), jnp.float32))]
+        made = pl.run_scoped(add_up, plgpu.ACC((64, self.tiles.columns), jnp.float32))
+        for number, store in enumerate(stores):
+            pl.when(work.num_blocks <= number)(store)
+        return [made]
 
-    def store(self, sums, work):
-        """The lines of `work.stored`, 128 bytes of each at a time."""
+    def store(self, made: Made | None):
+        for store in self.stores(made):
+            store()
+
+    def stores(self, made: Made | None) -> list[Callable[[], None]]:
+        """Each stores 128 bytes of each line; in this order."""
+        if made is None:
+            return []
+        num_parts = self.tiles.columns // self.parts.shape[-1]
+        return [functools.partial(self.store_part, made, number) for number in range(num_parts)]
+
+    def store_part(self, made: Made, number: int) -> None:
+        """128 bytes of each line of `made.stored`."""
         lanes = self.parts.shape[-1]
-        for number in range(self.tiles.columns // lanes):
-            part = self.parts.at[lax.axis_index("warpgroup"), number % 2]
-            # One part may still be read while the next is written; of the tile before, none.
-            plgpu.wait_smem_to_gmem(1 if number else 0, wait_read_only=True)
-            which, first = divmod(number * lanes, sums[0].shape[1])
-            part[...] = sums[which][:, first : first + lanes].astype(part.dtype)
-            plgpu.commit_smem()
-            self.store_part(part, work, columns=pl.ds(work.column + number * lanes, lanes))
+        part = self.parts.at[lax.axis_index("warpgroup"), number % 2]
+        # One part may still be read while the next is written; of the tile before, none.
+        plgpu.wait_smem_to_gmem(1 if number else 0, wait_read_only=True)
+        which, first = divmod(number * lanes, made.values[0].shape[1])
+        part[...] = made.values[which][:, first : first + lanes].astype(part.dtype)
+        plgpu.commit_smem()
+        columns = pl.ds(pl.multiple_of(made.column + number * lanes, lanes), lanes)
 
-    def store_part(self, part, work, *, columns):
         def copy(begin, size):
-            lines = pl.ds(work.line + own_lines().start + begin, size)
-            target = self.target(lines, columns, work=work)
+            lines = pl.ds(made.line + own_lines().start + begin, size)
+            target = self.target(lines, columns, made=made)
             plgpu.copy_smem_to_gmem(part.at[pl.ds(begin, size)], target, commit_group=False)
 
-        begin, end = work.stored
+        begin, end = made.stored
         for size in STORED_ROWS:
             left = end - begin
             pl.when(left & size != 0)(functools.partial(copy, begin, size))
             begin += left & size
         plgpu.commit_smem_to_gmem_group()
+
+
+def nothing(tiles: Tiles) -> Made:
+    """What is before the first tile, where tiles are held: no lines to store."""
+    values = jnp.zeros((64, tiles.columns), jnp.bfloat16)
+    values = plgpu.layout_cast(values, plgpu.Layout.WGMMA)
+    zero = jnp.int32(0)
+    return Made([values], zero, zero, zero, (zero, zero))
+
+
+def held(made: Made, *, dtype) -> Made:
+    """As a loop carries it."""
+    group, line, column, stored = jax.tree.map(jnp.int32, made[1:])
+    return Made([part.astype(dtype) for part in made.values], group, line, column, stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,19 +418,19 @@ class Product(Program):
             w_tile = w_tile.transpose((1, 0))
         return self.lhs_tiles.at[slot, own_lines()], w_tile
 
-    def make(self, work, count):
+    def make(self, work, count, *, before):
         begin, end = work.stored
-        has_rows = end > begin
-        pl.when(has_rows)(lambda: self.store(self.sums(work, count), work))
-
         # Without rows of its own a warpgroup leaves the tensor cores to the other.
-        @pl.when(jnp.logical_not(has_rows))
-        def pass_on():
-            @pl.loop(0, work.num_blocks)
-            def pass_block(i):
-                slot = self.slot(count + i)
-                plgpu.barrier_wait(self.loaded.at[slot])
-                plgpu.barrier_arrive(self.used.at[slot])
+        mine = work._replace(num_blocks=jnp.where(end > begin, work.num_blocks, 0))
+        made = super().make(mine, count, before=before)
 
-    def target(self, lines, columns, *, work):
+        @pl.loop(mine.num_blocks, work.num_blocks)
+        def pass_block(i):
+            slot = self.slot(count + i)
+            plgpu.barrier_wait(self.loaded.at[slot])
+            plgpu.barrier_arrive(self.used.at[slot])
+
+        return made
+
+    def target(self, lines, columns, *, made):
         return self.out.at[lines, columns]

@@ -149,24 +149,36 @@ def test_nothing_is_spilled(columns, monkeypatch, capfd):
     sharding = jax.sharding.SingleDeviceSharding(device)
     # Of this test alone: a program that has been compiled is not compiled again.
     num_rows = 8 * columns
+    held, not_held = (
+        grouped_programs.Tiles(columns, grouped_programs.STAGES[columns], is_held=is_held)
+        for is_held in (True, False)
+    )
     shapes = (num_rows, K), (GROUPS, K, N), (num_rows, N)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
     sizes = jax.ShapeDtypeStruct((GROUPS,), jnp.int32, sharding=sharding)
-    tiles = grouped_programs.Tiles(columns=columns, stages=grouped_programs.STAGES[columns])
 
     def products(x_TK, w_EKN, grad_TN, group_sizes_E):
-        options = dict(group_sizes_E=group_sizes_E, tiles=tiles)
+        options = dict(group_sizes_E=group_sizes_E)
         return (
-            grouped_programs.multiply(x_TK, w_EKN, is_transposed=False, **options),
-            grouped_programs.multiply(grad_TN, w_EKN, is_transposed=True, **options),
-            grouped_gradient.weight_gradient(x_TK, grad_TN, out_dtype=jnp.bfloat16, **options),
-            grouped_gradient.weight_gradient(x_TK, grad_TN, out_dtype=jnp.float32, **options),
+            *(
+                grouped_programs.multiply(
+                    *arrays, is_transposed=is_transposed, tiles=tiles, **options
+                )
+                for arrays, is_transposed in (((x_TK, w_EKN), False), ((grad_TN, w_EKN), True))
+                for tiles in (held, not_held)
+            ),
+            *(
+                grouped_gradient.weight_gradient(
+                    x_TK, grad_TN, out_dtype=out_dtype, tiles=held, **options
+                )
+                for out_dtype in (jnp.bfloat16, jnp.float32)
+            ),
         )
 
     jax.jit(products).lower(*arrays, sizes).compile(compiler_options=OPTIONS)
     output = "".join(capfd.readouterr())
-    assert output.count("0 bytes spill stores, 0 bytes spill loads") == 4
-    assert output.count("spill stores") == 4
+    assert output.count("0 bytes spill stores, 0 bytes spill loads") == 6
+    assert output.count("spill stores") == 6
 
 
 @pytest.mark.parametrize("columns", grouped_fp8.COLUMNS)

@@ -22,6 +22,8 @@ ATOL = {"bfloat16": 2**-8, "float32": 1e-5}
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     make_few_programs(monkeypatch)
+    # Tiles in bfloat16 are held; in 8 bits they are not (test_grouped_fp8.py).
+    monkeypatch.setattr(grouped_programs, "HELD_ROWS", 0)
 
 
 def operands(name: str, *, shape=SHAPE, dtype=jnp.bfloat16):
@@ -81,10 +83,11 @@ def test_a_product_and_its_gradients_are_those_of_each_group(name, dtype):
 
 # K, N, and tiles: more blocks of the sum than stages, and tiles that reach out of the matrix.
 SHAPES = {
-    "long sums": ((64 * 9, 64), Tiles(columns=64, stages=4)),
+    "long sums": ((64 * 9, 64), Tiles(columns=64, stages=4, is_held=True)),
     "narrow tiles": ((64, 320), Tiles(columns=128, stages=2, together=2)),
     "tiles of half a matrix": ((128, 320), Tiles(columns=128, stages=2, together=2)),
-    "wide tiles": ((192, 320), Tiles(columns=256, stages=2)),
+    "wide tiles": ((192, 320), Tiles(columns=256, stages=2, is_held=True)),
+    "more parts than blocks": ((64, 192), Tiles(columns=192, stages=3, is_held=True)),
     "three parts": ((192, 192), Tiles(columns=192, stages=3)),
 }
 
@@ -158,6 +161,18 @@ def test_groups_that_are_too_large_end_with_the_rows():
     with interpreted():
         found = made(kernel.grouped_matmul, x_TK, w_EKN, grad_TN, too_large)
     assert_close(found, expected(x_TK, w_EKN, grad_TN, as_it_is))
+
+
+@needs_kernel
+@pytest.mark.parametrize(("num_rows", "are_held"), [(24, False), (32, True)])
+def test_tiles_are_held_where_groups_are_large(num_rows, are_held, monkeypatch):
+    monkeypatch.setattr(grouped_programs, "HELD_ROWS", 16)
+    seen: list[Tiles] = []
+    monkeypatch.setattr(grouped_programs, "launch", lambda *_, tiles, **__: seen.append(tiles))
+    x_TK, w_EKN = jnp.zeros((num_rows, 64), jnp.bfloat16), jnp.zeros((2, 64, 64), jnp.bfloat16)
+    sizes_E = jnp.zeros(2, jnp.int32)
+    grouped_programs.multiply(x_TK, w_EKN, group_sizes_E=sizes_E, is_transposed=False)
+    assert [tiles.is_held for tiles in seen] == [are_held]
 
 
 def test_the_widest_tile_is_taken_that_wastes_least():

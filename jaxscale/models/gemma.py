@@ -68,7 +68,7 @@ class Model(decoder.Model):
         """One stack, whose layers are local but for each `global_every`th."""
         local, whole = (functools.partial(block, is_local=is_local) for is_local in (True, False))
         turn = (local,) * (self.c.global_every - 1) + (whole,)
-        return (Stack(self.layers, turn, share=self._share),)
+        return (Stack(self.layers, turn, share=self._share, reads_by_linear=True),)
 
     def _share(self, documents):
         angles = functools.partial(rope.angles, documents.positions_BS, self.c.head_dim())

@@ -54,7 +54,7 @@ class Model(decoder.Model):
 
     def stacks(self) -> tuple[Stack, ...]:
         """One stack of equal layers."""
-        return (Stack(self.layers, (block,), share=self._share),)
+        return (Stack(self.layers, (block,), share=self._share, reads_by_linear=True),)
 
     def _share(self, documents):
         c = self.c

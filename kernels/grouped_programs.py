@@ -220,7 +220,7 @@ class Program:
         if before is None:
             self.store(made)
             return None
-        return held(made, dtype=self.parts.dtype)
+        return held(made)
 
     def target(self, lines, columns, *, made: Made) -> Any:
         raise NotImplementedError
@@ -349,10 +349,10 @@ def nothing(tiles: Tiles) -> Made:
     return Made([values], zero, zero, zero, (zero, zero))
 
 
-def held(made: Made, *, dtype) -> Made:
-    """As a loop carries it."""
+def held(made: Made) -> Made:
+    """As a loop carries it, from `nothing` on."""
     group, line, column, stored = jax.tree.map(jnp.int32, made[1:])
-    return Made([part.astype(dtype) for part in made.values], group, line, column, stored)
+    return Made([part.astype(jnp.bfloat16) for part in made.values], group, line, column, stored)
 
 
 @dataclasses.dataclass(frozen=True)

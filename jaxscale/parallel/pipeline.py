@@ -66,7 +66,7 @@ def run(
     carry = execute(stage, stage.first_carry())
     if not table.shape.is_training:
         return carry["loss"], None, None
-    return carry["loss"], store.joined(carry["weights"]), carry["outer"]
+    return carry["loss"], store.for_sums.joined(carry["weights"]), carry["outer"]
 
 
 class _Stage:
@@ -128,7 +128,8 @@ class _Stage:
             residuals=residuals,
             crossing=crossing,
             weights=jax.tree.map(
-                lambda leaf: zeros(jax.typeof(leaf), dtype=SUM), self.store.apart(self.weights)
+                lambda leaf: zeros(jax.typeof(leaf), dtype=SUM),
+                self.store.for_sums.apart(self.weights),
             ),
             outer=[zeros(jax.typeof(leaf)) for leaf in self.outer],
         )
@@ -263,14 +264,15 @@ class _Stage:
 
     def _added(self, total: list, place: Place, *, values, row, layer) -> list:
         """The sums with a layer's gradients, if there is such a layer."""
+        del place  # of its residuals
 
         def wanted(gradient):
             if not self.store.placement.is_full:
                 gradient = _where(self.is_here(row["chunk"], layer), gradient)
             return gradient.astype(SUM)
 
-        chunk = self.store.of_chunk(row["chunk"])
-        return layer_store.add(total, place, values=jax.tree.map(wanted, values), first=chunk)
+        mine, chunk = self.store.for_sums.place(layer, 0), self.store.of_chunk(row["chunk"])
+        return layer_store.add(total, mine, values=jax.tree.map(wanted, values), first=chunk)
 
     # What all stages do together.
 

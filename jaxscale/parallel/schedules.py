@@ -346,7 +346,8 @@ def _messages(table: Table, inbox: str) -> Iterator[tuple[int, int, int]]:
 def _held(table: Table, first: Kind) -> tuple[int, np.ndarray]:
     """(slots, slot of each tick) of what a kind of op leaves for the last gradient.
 
-    A stage that does nothing in an aligned tick computes on stale numbers: it gets a free slot.
+    A stage that does nothing in an aligned tick computes on stale numbers. It writes them to a free
+    slot, and reads from where its first op has written: nothing else need be in a slot before.
     """
     lives: dict[tuple[int, int, int], Op] = {}
     for op, begin in table.ticks.items():
@@ -362,11 +363,11 @@ def _held(table: Table, first: Kind) -> tuple[int, np.ndarray]:
     if not depth or table.shape.is_lean:  # a lean stage that does nothing computes nothing
         return depth, np.maximum(slots, 0)
     for tick, stage in zip(*np.nonzero(slots < 0), strict=True):
-        live = {
-            slot
-            for (begin, end, at), slot in slot_of.items()
-            if at == stage and begin <= tick <= end
-        }
+        mine = {life[:2]: slot for life, slot in slot_of.items() if life[2] == stage}
+        if table.kind[tick].max() != first:
+            slots[tick, stage] = mine[min(mine)]
+            continue
+        live = {slot for (begin, end), slot in mine.items() if begin <= tick <= end}
         slots[tick, stage] = next(slot for slot in range(depth + 1) if slot not in live)
         depth = max(depth, int(slots[tick, stage]) + 1)
     return depth, slots

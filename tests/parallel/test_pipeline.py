@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from jaxscale import sharding as shd
 from jaxscale.command_line import read_config
 from jaxscale.config import MeshConfig, PipelineConfig, PipelineSchedule
 from jaxscale.models import gemma
+from jaxscale.parallel import layer_store
 from jaxscale.parallel.choice import Pipeline
 from jaxscale.step.plan import plan_of_run
 from jaxscale.step.relayout import Relayout
@@ -126,6 +128,19 @@ def products() -> dict[str, dict[str, Any]]:
 
 
 PRODUCTS = products()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def anything_in_room():
+    """As on GPUs, where a slot is not filled before it is written."""
+
+    def room(like, *dims):
+        zeros = layer_store.zeros(like, *dims)
+        return zeros + jnp.nan if jnp.issubdtype(like.dtype, jnp.floating) else zeros
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_store, "room", room)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import math
+from typing import Any
 
 import jax
 import pytest
@@ -70,6 +71,44 @@ def test_a_bubble_is_what_neither_microbatches_nor_the_optimizer_take():
     assert found["gpipe_8"]["bubble"] == pytest.approx(0.1 / 0.95)
     assert found["gpipe_32"]["bubble"] == pytest.approx(0.1 / 3.35)
     assert "bubble" not in found["fsdp_8"]
+
+
+class Drifting:
+    """A contest in which a second of updates makes those that follow 1% faster."""
+
+    def __init__(self, *names: str):
+        self.running = dict.fromkeys(names, self)
+        self.spent = 0.0
+
+    def num_microbatches(self) -> int:
+        return 1
+
+    def run(self, name: str, batches: list) -> float | None:
+        assert len(batches) == 1
+        if name == "broken_8":
+            del self.running[name]
+            return None
+        at_first = 0.1 * (int(name.rpartition("_")[2]) + 1) + 0.05
+        taken = at_first * (1 - 0.01 * (self.spent + at_first / 2))
+        self.spent += taken
+        return taken
+
+
+def test_few_and_many_microbatches_take_turns_so_that_what_drifts_is_no_bubble():
+    names = ["gpipe_8", "gpipe_32"]
+    contest: Any = Drifting(*names, "broken_8")
+    batches: Any = {1: [None] * 3}
+    seconds = pipeline_speed._in_turns(contest, names, batches=batches)
+    assert {name: len(times) for name, times in seconds.items()} == {"gpipe_8": 2, "gpipe_32": 2}
+    runs: dict[str, dict] = {
+        name: {"microbatches": number, "step_seconds": sum(seconds[name]) / 2}
+        for name, number in zip(names, (8, 32), strict=True)
+    }
+    profiles: dict[str, dict] = {"gpipe": {"seconds": {"optimizer": 0.05}}}
+    found = pipeline_speed._with_bubbles(runs, profiles)
+    # One after the other it is 0.19 instead.
+    assert found["gpipe_8"]["bubble"] == pytest.approx(0.1 / 0.95, rel=0.05)
+    assert not pipeline_speed._in_turns(contest, ["broken_8"], batches=batches)
 
 
 @pytest.mark.parametrize(

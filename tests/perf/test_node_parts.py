@@ -42,6 +42,15 @@ def test_long_rows_keep_their_products_where_a_gpu_has_few_of_their_tokens():
     assert policy("context_128k", 2) == ("attention_mlp", 28)
 
 
+def test_torchtitan_keeps_products_where_they_fit():
+    def peer(name: str, num: int) -> str:
+        ((*_, order),) = [command[:3] for command in PARTS[name](num).commands]
+        return order.removeprefix("--order=jaxscale,")
+
+    assert peer("context_64k", 2) == peer("context_128k", 2) == "allgather"
+    assert peer("context_64k", 4) == peer("context_128k", 4) == "allgather_selective"
+
+
 @pytest.fixture(scope="module")
 def script():
     return Script("bench_node")

@@ -78,7 +78,7 @@ class LayerStore:
     def for_sums(self) -> "LayerStore":
         """The shape of the store of gradients' sums, of which `place(layer, 0)` is a layer's place.
 
-        One [V, L, ...] unless products add to arrays of their own: joined afterwards, 15 GB of a
+        One [V, L, ...] unless products add to arrays of their own: joined afterwards, 14 GB of a
         stage's sums of 8B are read and written once more.
         """
         if self.adds_whole_leaves:
@@ -174,8 +174,8 @@ def zeros(like, *dims: int, dtype=None):
 def room(like, *dims: int):
     """As `zeros`, with whatever lies in memory: to be written before it is read.
 
-    XLA makes the zeros of one shape once, and copies them to where each is needed: 71 GB an update
-    of 8B (2 stages of 4 chunks, 36 GB of residuals). On CPUs they are zeros.
+    XLA makes the zeros of one shape once, and copies them to where each is needed: 52 GB an update
+    of 8B (2 stages of 4 chunks, 28 GB of residuals). On CPUs they are zeros.
     """
     return on_own_part(lambda mine: jax.lax.empty(mine.shape, mine.dtype), zeros(like, *dims))
 

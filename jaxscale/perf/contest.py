@@ -9,6 +9,7 @@ or shardings, nor the batch.
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import statistics
@@ -118,7 +119,9 @@ def compile_one(plan: Plan) -> fit.CompiledUpdate:
     if plan.config.remat == Remat.AUTO:
         return fit.compile_to_fit(update, plan)
     began = time.perf_counter()
-    compiled = fit.compile_update(update, plan)
+    compile = functools.partial(fit.compile_update, update)
+    usable_gib = fit.USABLE * fit.pool_of(plan)
+    compiled = fit.down_to_xlas_limit(compile(plan), compile, usable_gib=usable_gib)
     return dataclasses.replace(compiled, compile_seconds=time.perf_counter() - began)
 
 

@@ -75,9 +75,9 @@ def compile_to_fit(
     """The update (`step.update.update`) of a plan, with remat chosen if it is `auto`.
 
     At most six compilations, one where the choice is kept from before; of a pipeline that does not
-    fit one more. pool_gib: what JAX has on
-    each device; asked of the devices unless given. Every process calls it, and all choose alike.
-    Raises ValueError if it does not fit, which takes up to a dozen more compilations.
+    fit one more. pool_gib: what JAX has on each device; asked of the devices unless given. Every
+    process calls it, and all choose alike. Raises ValueError if it does not fit, which takes up to
+    a dozen more compilations.
     """
     began = time.perf_counter()
     pool_gib = pool_gib or pool_of(plan)

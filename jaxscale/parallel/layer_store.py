@@ -81,9 +81,7 @@ class LayerStore:
         One [V, L, ...] unless products add to arrays of their own: joined afterwards, 14 GB of a
         stage's sums of 8B are read and written once more.
         """
-        if self.adds_whole_leaves:
-            return dataclasses.replace(self, num_kinds=1)
-        return dataclasses.replace(self, num_kinds=1, is_unrolled=False)
+        return dataclasses.replace(self, num_kinds=1, is_unrolled=self.adds_whole_leaves)
 
     def joined(self, sums: list):
         """[V, L, ...] of a store for sums."""

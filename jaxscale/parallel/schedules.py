@@ -362,15 +362,13 @@ def _held(table: Table, first: Kind) -> tuple[int, np.ndarray]:
             slots[tick, stage] = slot_of[begin, end, stage]
     if not depth or table.shape.is_lean:  # a lean stage that does nothing computes nothing
         return depth, np.maximum(slots, 0)
-    for tick, stage in zip(*np.nonzero(slots < 0), strict=True):
+    for stage, column in enumerate(slots.T):
         mine = {life[:2]: slot for life, slot in slot_of.items() if life[2] == stage}
-        if table.kind[tick].max() != first:
-            slots[tick, stage] = mine[min(mine)]
-            continue
-        live = {slot for (begin, end), slot in mine.items() if begin <= tick <= end}
-        slots[tick, stage] = next(slot for slot in range(depth + 1) if slot not in live)
-        depth = max(depth, int(slots[tick, stage]) + 1)
-    return depth, slots
+        for tick in np.flatnonzero(column < 0).tolist():
+            live = {slot for (begin, end), slot in mine.items() if begin <= tick <= end}
+            free = next(slot for slot in itertools.count() if slot not in live)
+            column[tick] = free if table.kind[tick].max() == first else mine[min(mine)]
+    return int(slots.max()) + 1, slots
 
 
 def _allocate(lives: Iterable[tuple[int, int, int]]) -> tuple[dict[tuple[int, int, int], int], int]:

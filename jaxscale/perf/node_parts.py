@@ -104,8 +104,8 @@ def _context(name: str, seq_len: int) -> Callable[[int], Part]:
             words += ["--config.remat=gemms_lean", "--config.leaner_layers=0"]
         elif num > 2:
             words += ["--config.leaner_layers=0"]
-        # The faster one, where it fits: of four, twice the tokens take 124 of 140 GiB by what the
-        # two took (78 with 16,384 tokens a GPU; 45 and 58 without).
+        # The faster one, where it fits: on four H200 it took 78 GiB with 16,384 tokens a GPU, and
+        # takes 124 of 140 with twice as many, as the other took 45 and 58.
         is_selective = tokens <= TOKENS_OF_PRODUCTS * (2 if num > 2 else 1)
         peer = "allgather_selective" if is_selective else "allgather"
         return Part(

@@ -21,7 +21,6 @@ from jaxscale.compile import choice, refusal
 from jaxscale.config import Remat
 from jaxscale.step.feed import abstract_batch, abstract_limits
 from jaxscale.step.plan import Plan
-from jaxscale.xla import options
 from jaxscale.xla.environment import host_memory_gib
 
 log = logging.getLogger(__name__)
@@ -74,10 +73,9 @@ def compile_to_fit(
 ) -> CompiledUpdate:
     """The update (`step.update.update`) of a plan, with remat chosen if it is `auto`.
 
-    At most six compilations, one where the choice is kept from before; of a pipeline that does not
-    fit one more. pool_gib: what JAX has on each device; asked of the devices unless given. Every
-    process calls it, and all choose alike. Raises ValueError if it does not fit, which takes up to
-    a dozen more compilations.
+    At most six compilations, one where the choice is kept from before. pool_gib: what JAX has on
+    each device; asked of the devices unless given. Every process calls it, and all choose alike.
+    Raises ValueError if it does not fit, which takes up to a dozen more compilations.
     """
     began = time.perf_counter()
     pool_gib = pool_gib or pool_of(plan)
@@ -87,7 +85,6 @@ def compile_to_fit(
         compiled = _choose(plan, compile, pool_gib=pool_gib)
     else:
         compiled = compile(plan)
-    compiled = down_to_xlas_limit(compiled, compile, usable_gib=usable_gib)
     if compiled.memory_gib > usable_gib:
         raise ValueError(refusal.of(compiled, compile, pool_gib=pool_gib, usable_gib=usable_gib))
     _tell(compiled, pool_gib)
@@ -113,17 +110,6 @@ def _tell(compiled: CompiledUpdate, pool_gib: float) -> None:
 
 
 # One update.
-
-
-def down_to_xlas_limit(
-    compiled: CompiledUpdate, compile: Callable, *, usable_gib: float
-) -> CompiledUpdate:
-    """The same if it fits. If not, compiled again where XLA had not come down to its own limit."""
-    own = options.with_xlas_limit(compiled.plan.compiler_options)
-    if compiled.memory_gib <= usable_gib or own is None:
-        return compiled
-    log.info("%.1f GiB do not fit: compiling with XLA's limit of memory", compiled.memory_gib)
-    return compile(dataclasses.replace(compiled.plan, compiler_options=own))
 
 
 def compile_update(

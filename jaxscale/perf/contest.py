@@ -9,7 +9,6 @@ or shardings, nor the batch.
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import statistics
@@ -119,18 +118,13 @@ def compile_one(plan: Plan) -> fit.CompiledUpdate:
     if plan.config.remat == Remat.AUTO:
         return fit.compile_to_fit(update, plan)
     began = time.perf_counter()
-    compile = functools.partial(fit.compile_update, update)
-    compiled = fit.down_to_xlas_limit(compile(plan), compile, usable_gib=_usable_gib(plan))
+    compiled = fit.compile_update(update, plan)
     return dataclasses.replace(compiled, compile_seconds=time.perf_counter() - began)
-
-
-def _usable_gib(plan: Plan) -> float:
-    return fit.USABLE * fit.pool_of(plan)
 
 
 def _excess(update: fit.CompiledUpdate) -> str | None:
     """What to say of an update that needs more memory than there is."""
-    usable_gib = _usable_gib(update.plan)
+    usable_gib = fit.USABLE * fit.pool_of(update.plan)
     if update.compiled is not None and update.memory_gib <= usable_gib:
         return None
     return f"it needs {update.memory_gib:.1f} GiB, and {usable_gib:.1f} can be used"

@@ -2,9 +2,9 @@
 
 An update of M microbatches takes M times what one of them takes in a full pipeline, and once more
 the bubble and the optimiser. So two numbers of microbatches give the time of one, a trace of an
-update gives the optimiser's, and the rest is the bubble: measured, to hold against the table's. The
-two take turns: two H200 made updates 1.6% faster within the minute of three of each, and timed one
-after the other that is half of a bubble of 3%.
+update gives the optimiser's, and the rest is the bubble: measured, to hold against what the table
+and the trace let expect. The two take turns, and each turn gives a bubble of its own: two H200 made
+updates 1.6% faster within the minute of three of each, half of a bubble of 3%.
 
 All updates compile first, side by side but for the first, whose autotuning the others then find
 done. Schedules with the same arrays in the state share one. Rows are of the run's own data.
@@ -272,37 +272,75 @@ def _figures(timed: Timed, seconds: list[float]) -> Record:
 
 
 def _with_bubbles(runs: dict[str, Record], profiles: Mapping[str, Record]) -> dict[str, Record]:
-    """With `bubble`, where a schedule has two runs. Stages update parts of equal size.
-
-    The optimiser's time is that of the first profile of a pipeline; none counts as no time.
-    """
-    optimizer = next(
-        (each["seconds"]["optimizer"] for name, each in profiles.items() if name != FSDP), 0.0
-    )
+    """With `bubble` where a schedule has two runs, `bubble_expected` where it has a profile too."""
     found = {}
     for schedule in SCHEDULES:
         mine = {name: run for name, run in runs.items() if _schedule_of(name) == schedule}
-        ends = sorted(mine.values(), key=lambda run: run["microbatches"])
-        for name, run in mine.items():
-            found[name] = run
-            if schedule == FSDP or len(ends) < 2:
-                continue
-            few, many = ends[0], ends[-1]
-            microbatch = (many["step_seconds"] - few["step_seconds"]) / (
-                many["microbatches"] - few["microbatches"]
-            )
-            rest = run["step_seconds"] - run["microbatches"] * microbatch - optimizer
-            found[name] = run | {
-                "microbatch_seconds": microbatch,
-                "optimizer_seconds": optimizer,
-                "bubble": rest / run["step_seconds"],
-            }
+        if schedule != FSDP and len(mine) > 1:
+            mine = _with_bubble(mine, _profile_of(schedule, profiles))
+            if schedule in profiles:
+                mine = _with_expected(mine, profiles[schedule])
+        found |= mine
     return found
+
+
+def _profile_of(schedule: str, profiles: Mapping[str, Record]) -> Record | None:
+    """Its own or another pipeline's: the optimiser of each works on parts of equal size."""
+    others = (each for name, each in profiles.items() if name != FSDP)
+    return profiles.get(schedule) or next(others, None)
+
+
+def _with_bubble(runs: dict[str, Record], profile: Record | None) -> dict[str, Record]:
+    """`bubble` is the median of what each turn says, `bubble_min` and `bubble_max` the spread.
+
+    Without a profile the optimiser counts as no time.
+    """
+    optimizer = profile["seconds"]["optimizer"] if profile else 0.0
+    few, *_, many = sorted(runs.values(), key=lambda run: run["microbatches"])
+    turns = list(zip(few["all_step_seconds"], many["all_step_seconds"], strict=True))
+    more = many["microbatches"] - few["microbatches"]
+    microbatches = [(long - short) / more for short, long in turns]
+    rests = [
+        short - few["microbatches"] * microbatch - optimizer
+        for (short, _), microbatch in zip(turns, microbatches, strict=True)
+    ]
+    told = {
+        "microbatch_seconds": statistics.median(microbatches),
+        "optimizer_seconds": optimizer,
+    }
+    return {
+        name: run
+        | told
+        | {
+            f"bubble{which}": of(rests) / run["step_seconds"]
+            for which, of in (("", statistics.median), ("_min", min), ("_max", max))
+        }
+        for name, run in runs.items()
+    }
+
+
+def _with_expected(runs: dict[str, Record], profile: Record) -> dict[str, Record]:
+    """With the table's bubble of what its ops take of a microbatch: not the loss.
+
+    That is made by all stages at once, a microbatch at a time, and no tick without one makes it.
+    """
+    seconds, fewest = profile["seconds"], min(run["microbatches"] for run in runs.values())
+    loss = (seconds["loss"] + seconds["loss_gemm"]) / fewest
+
+    def expected(run: Record) -> float:
+        share = run["bubble_of_the_table"]
+        busy = run["microbatches"] * (run["microbatch_seconds"] - loss)
+        return busy * share / (1 - share) / run["step_seconds"]
+
+    return {name: run | {"bubble_expected": expected(run)} for name, run in runs.items()}
 
 
 def table(record: Record) -> str:
     """What a person reads."""
-    head = ("run", "seconds", "tokens/s/device", "bubble", "of the table", "GiB", "compile s")
+    head = (
+        *("run", "seconds", "tokens/s/device", "bubble", "(min - max)", "expected"),
+        *("of the table", "GiB", "compile s"),
+    )
     rows = [head, *(_cells(name, each) for name, each in record["runs"].items())]
     lines = [f"{record['num_devices']} x {record['device_kind']}", *aligned(rows)]
     for name, profile in record["profiles"].items():
@@ -320,6 +358,8 @@ def _cells(name: str, each: Record) -> tuple[str, ...]:
         f"{each['step_seconds']:.3f}",
         f"{each[RATE]:,.0f}",
         share("bubble"),
+        f"({share('bubble_min')} - {share('bubble_max')})" if "bubble" in each else "",
+        share("bubble_expected"),
         share("bubble_of_the_table"),
         f"{each['predicted_memory_gib']:.1f}",
         f"{each['compile_seconds']:.1f}",

@@ -53,10 +53,6 @@ def _unrolled_copies(config: Any, sizes: dict[str, int]) -> bool:
     return sizes["data"] > 1 and _unrolled_gathers(config, sizes)
 
 
-def _in_stages(config: Any, sizes: dict[str, int]) -> bool:
-    return sizes["stage"] > 1
-
-
 def _a_layers_weights(config: Any, sizes: dict[str, int]) -> int:
     """Bytes that one layer's gathered weights fit in, and two layers' do not."""
     itemsize = 1 if _in_8_bits(config, sizes) else config.dtype.itemsize
@@ -111,17 +107,6 @@ IN_ORDER = Option(
     gain="none in speed: with our attention kernel it costs 0.5% of the step (1.5 B, one H200, jax "
     "0.11.2); with cuDNN's 28 GiB a row",
     applies=_deterministic,
-)
-
-LIMIT = Option(
-    "xla_gpu_memory_limit_slop_factor",
-    200,
-    default="95",
-    why="XLA counts twice what a pipeline's loops carry, 139 GiB of an update that takes 99, and "
-    "to come below its limit makes things again, logits thrice, or later than it would",
-    gain="not timed; compiled, nothing is made again, for 0.1 GiB more (Llama-3-8B, 2 stages of 4 "
-    "chunks, 2 x H200, jax 0.11.2)",
-    applies=_in_stages,
 )
 
 # Named as in the newest jaxlib. Each was measured alone and in pairs before it came here;
@@ -186,7 +171,6 @@ OPTIONS: tuple[Option, ...] = (
         "them, and 10.8 without the three (Llama-3-8B, data=2 x fsdp=2, 4 x H200, jax 0.11.2)",
         applies=_unrolled_copies,
     ),
-    LIMIT,
 )
 
 
@@ -215,13 +199,6 @@ def compiler_options(
     options = OPTIONS if autotune is None else (*OPTIONS, _loading(autotune))
     derived = _derived(options, config, sizes=sizes, platform=platform)
     return derived | _users(config.xla_options, platform)
-
-
-def with_xlas_limit(options: dict[str, Any]) -> dict[str, Any] | None:
-    """`compiler_options` with XLA's own limit of memory; None if LIMIT has not raised it."""
-    if options.get(LIMIT.name) != LIMIT.value:
-        return None
-    return {name: value for name, value in options.items() if name != LIMIT.name}
 
 
 def shared_options(config: Any, platform: str) -> dict[str, Any]:

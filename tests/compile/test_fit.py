@@ -4,7 +4,6 @@ Remat is chosen by memory, and what cannot fit is refused with settings that do.
 """
 
 import dataclasses
-import functools
 import json
 import logging
 import math
@@ -37,7 +36,6 @@ from jaxscale.step.plan import Plan, plan_of_run
 from jaxscale.step.update import update
 from jaxscale.train import run
 from jaxscale.train.loop import train
-from jaxscale.xla import options
 
 # Losses with other things recomputed: float32, fused otherwise.
 LOSS_RTOL = 1e-5
@@ -225,19 +223,6 @@ def test_auto_prefers_a_policy_of_which_xla_recomputes_nothing_on_its_own(table,
     chosen = choose(pool_for(11.0))
     assert chosen.plan.execution.remat == Remat.GEMMS and chosen.num_recomputed == 1
     assert "XLA runs 1 instructions twice to take less memory" in caplog.text
-
-
-def test_a_pipeline_that_does_not_fit_is_compiled_again_with_xlas_limit(table):
-    compile, others = functools.partial(fit.compile_update, update), {"xla_some": 1}
-    plan = plan_of_run(small_config(remat=Remat.GEMMS))
-    limited = compile(dataclasses.replace(plan, compiler_options=others))
-    raised = {options.LIMIT.name: options.LIMIT.value}
-    first = compile(dataclasses.replace(plan, compiler_options=raised | others))
-    assert fit.down_to_xlas_limit(first, compile, usable_gib=10.0) is first
-    assert fit.down_to_xlas_limit(limited, compile, usable_gib=9.9) is limited
-    assert len(table.asked) == 2
-    again = fit.down_to_xlas_limit(first, compile, usable_gib=9.9)
-    assert again.plan.compiler_options == others and len(table.asked) == 3
 
 
 def test_the_devices_of_a_cpu_share_the_memory_of_the_machine(monkeypatch):

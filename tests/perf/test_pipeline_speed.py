@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import math
+import statistics
 from typing import Any
 
 import jax
@@ -60,17 +61,49 @@ def test_each_number_of_microbatches_is_timed(printed):
     ]
 
 
+def run_of(number: int, *seconds: float) -> dict[str, Any]:
+    """Of gpipe's two stages."""
+    return {
+        "microbatches": number,
+        "step_seconds": statistics.median(seconds),
+        "all_step_seconds": list(seconds),
+        "bubble_of_the_table": 1 / (number + 1),
+    }
+
+
+def profile_of(**seconds: float) -> dict[str, Any]:
+    return {"seconds": {"loss": 0.0, "loss_gemm": 0.0, **seconds}}
+
+
 def test_a_bubble_is_what_neither_microbatches_nor_the_optimizer_take():
-    def run(number: int) -> dict:
-        return {"microbatches": number, "step_seconds": 0.1 * (number + 1) + 0.05}
+    def run(number: int) -> dict[str, Any]:
+        return run_of(number, 0.1 * (number + 1) + 0.05)
 
     runs = {"gpipe_8": run(8), "gpipe_32": run(32), "fsdp_8": run(2), "fsdp_32": run(8)}
-    profiles = {"gpipe": {"seconds": {"optimizer": 0.05}}, "fsdp": {"seconds": {"optimizer": 9.0}}}
+    profiles = {"zb_h1": profile_of(optimizer=0.05), "fsdp": profile_of(optimizer=9.0)}
     found = pipeline_speed._with_bubbles(runs, profiles)
     assert list(found) == ["fsdp_8", "fsdp_32", "gpipe_8", "gpipe_32"]
     assert found["gpipe_8"]["bubble"] == pytest.approx(0.1 / 0.95)
     assert found["gpipe_32"]["bubble"] == pytest.approx(0.1 / 3.35)
-    assert "bubble" not in found["fsdp_8"]
+    assert "bubble" not in found["fsdp_8"] and "bubble_expected" not in found["gpipe_8"]
+
+
+def test_each_turn_gives_a_bubble_of_its_own():
+    # 0.1, 0.2 and 0.12 s beside 0.1 a microbatch.
+    runs = {"gpipe_8": run_of(8, 0.9, 1.0, 0.92), "gpipe_32": run_of(32, 3.3, 3.4, 3.32)}
+    found = pipeline_speed._with_bubbles(runs, {})["gpipe_8"]
+    assert found["microbatch_seconds"] == pytest.approx(0.1)
+    shares = [found[f"bubble{which}"] for which in ("_min", "", "_max")]
+    assert shares == pytest.approx([0.1 / 0.92, 0.12 / 0.92, 0.2 / 0.92])
+
+
+def test_the_loss_is_no_part_of_the_bubble_that_is_expected():
+    """Of 0.1 s a microbatch all stages spend 0.02 together, and wait one tick of 0.08."""
+    runs = {f"gpipe_{number}": run_of(number, 0.1 * number + 0.08) for number in (8, 32)}
+    profiles = {"gpipe": profile_of(optimizer=0.0, loss=0.04, loss_gemm=0.12)}
+    for each in pipeline_speed._with_bubbles(runs, profiles).values():
+        assert each["bubble_expected"] == pytest.approx(each["bubble"])
+        assert each["bubble_expected"] == pytest.approx(0.08 / each["step_seconds"])
 
 
 class Drifting:
@@ -100,12 +133,10 @@ def test_few_and_many_microbatches_take_turns_so_that_what_drifts_is_no_bubble()
     batches: Any = {1: [None] * 3}
     seconds = pipeline_speed._in_turns(contest, names, batches=batches)
     assert {name: len(times) for name, times in seconds.items()} == {"gpipe_8": 2, "gpipe_32": 2}
-    runs: dict[str, dict] = {
-        name: {"microbatches": number, "step_seconds": sum(seconds[name]) / 2}
-        for name, number in zip(names, (8, 32), strict=True)
+    runs = {
+        name: run_of(number, *seconds[name]) for name, number in zip(names, (8, 32), strict=True)
     }
-    profiles: dict[str, dict] = {"gpipe": {"seconds": {"optimizer": 0.05}}}
-    found = pipeline_speed._with_bubbles(runs, profiles)
+    found = pipeline_speed._with_bubbles(runs, {"gpipe": profile_of(optimizer=0.05)})
     # One after the other it is 0.19 instead.
     assert found["gpipe_8"]["bubble"] == pytest.approx(0.1 / 0.95, rel=0.05)
     assert not pipeline_speed._in_turns(contest, ["broken_8"], batches=batches)

@@ -270,16 +270,6 @@ def test_one_layers_weights_or_gradients_are_combined_and_not_twos(reduce_dtype)
     assert gradients < values["reduce_scatter"] == values["all_reduce"] < 2 * gradients
 
 
-def test_xlas_limit_of_memory_is_raised_for_pipelines_but_not_where_the_user_sets_it(monkeypatch):
-    monkeypatch.setattr(options, "OPTIONS", (options.LIMIT,))
-    name, stages = options.LIMIT.name, SIZES | dict(stage=2, fsdp=4)
-    assert options_of() == {} and options.with_xlas_limit({}) is None
-    assert options_of(sizes=stages) == {name: 200}
-    others = {"xla_gpu_graph_min_graph_size": 1}
-    assert options.with_xlas_limit(options_of(sizes=stages) | others) == others
-    assert options.with_xlas_limit(options_of(f"{name}=200", sizes=stages)) is None
-
-
 def test_autotune_entries_of_a_card_are_loaded_there(monkeypatch, tmp_path):
     version = metadata.version("jaxlib")
     for name in (f"h200-jaxlib{version}", f"h100-jaxlib{version}", "h200-jaxlib0.0.1"):

@@ -34,9 +34,8 @@ class Part:
     programs: Mapping[str, Words]
 
 
-def _peers(*words: str, steps: int = 8, skip: int = 4) -> Words:
-    counted = (f"--steps={steps}", f"--skip={skip}")
-    return ("bench_peers.py", CONFIG_8B, *CALM, *words, *counted)
+def _peers(*words: str, config: str = CONFIG_8B) -> Words:
+    return ("bench_peers.py", config, *CALM, *words, "--steps=8", "--skip=4")
 
 
 def bf16(num: int) -> Part:
@@ -90,6 +89,27 @@ def pipeline(num: int) -> Part:
     )
 
 
+# Layers of a chunk of torchtitan's, of which embedding and head count as four: 36 in two chunks a
+# stage. It can make no four a stage of four, and no two of eight.
+TWO_CHUNKS = {2: 9, 4: 5}
+
+
+def pipeline_peers(num: int) -> Part:
+    """A pipeline of 32 microbatches beside torchtitan's, each side in one chunk and in several."""
+    stages = f"--config.mesh.stage={num}"
+    whole = (CONFIG_8B, *peer_cases.PIPELINE.settings, stages)
+    chunks = (*whole, "--config.pipeline.schedule=interleaved", "--config.pipeline.chunks=4")
+    peers = ("bench_peers.py", "--cases=pipeline", stages)
+    commands: list[Words] = [
+        (*peers, "--order=jaxscale,1f1b"),
+        ("bench_step.py", *chunks, *MEASURED_ONCE, "--steps=3", "--skip=2"),
+    ]
+    if num in TWO_CHUNKS:
+        options = f"--peer_options={peer_cases.LAYERS}={TWO_CHUNKS[num]}"
+        commands.append((*peers, "--order=interleaved_2", options))
+    return Part(commands, {"8b_stages": whole, "8b_stages_in_chunks": chunks})
+
+
 # Tokens of a GPU up to which two H200 keep every product of 8B, or all but the first layers' whole
 # feed-forward parts, beside half of its state; four and more have memory to spare.
 TOKENS_OF_PRODUCTS = 16_384
@@ -117,42 +137,61 @@ def _context(name: str, seq_len: int) -> Callable[[int], Part]:
     return part
 
 
+LAYERS_70B = ("--config.model.num_layers=6", "--config.scan_unroll=6")
+WAITS, HIDES = (f"--config.mesh.async_tensor={value}" for value in (False, True))
+
+
+def _tensor(num: int) -> tuple[Words, Words]:
+    """Words of the 70B config, and those that split its products over all GPUs."""
+    rows = f"--config.batch_size={ROWS * num}"
+    base = (*LAYERS_70B, "--config.remat=gemms_lean", rows, *CALM)
+    return base, ("--config.mesh.fsdp=1", f"--config.mesh.tensor={num}")
+
+
 def tensor(num: int) -> Part:
     """Six layers of 70B's width: tensor parallelism over all GPUs, with and without async, FSDP."""
-    layers = ("--config.model.num_layers=6", "--config.scan_unroll=6", "--config.remat=gemms_lean")
-    rows = (f"--config.batch_size={ROWS * num}", *CALM)
-    split = ("--config.mesh.fsdp=1", f"--config.mesh.tensor={num}")
+    base, split = _tensor(num)
     whole = (f"--config.mesh.fsdp={num}", "--config.mesh.tensor=1")
-    waits, hides = (f"--config.mesh.async_tensor={value}" for value in (False, True))
-    base = (*layers, *rows)
     return Part(
         [
             (
-                *("bench_variants.py", CONFIG_70B, *base, *split, waits),
+                *("bench_variants.py", CONFIG_70B, *base, *split, WAITS),
                 *("--variant=tensor", "--variant=async: mesh.async_tensor=True"),
                 *("--rounds=2", "--steps=3"),
             ),
             (
-                *("bench_step.py", CONFIG_70B, *base, *whole, waits),
+                *("bench_step.py", CONFIG_70B, *base, *whole, WAITS),
                 *(*MEASURED_ONCE, "--steps=5", "--skip=2"),
             ),
         ],
         {
-            "70b_width_tensor": (CONFIG_70B, *base, *split, waits),
-            "70b_width_async": (CONFIG_70B, *base, *split, hides),
-            "70b_width_fsdp": (CONFIG_70B, *base, *whole, waits),
+            "70b_width_tensor": (CONFIG_70B, *base, *split, WAITS),
+            "70b_width_async": (CONFIG_70B, *base, *split, HIDES),
+            "70b_width_fsdp": (CONFIG_70B, *base, *whole, WAITS),
         },
     )
 
 
-def hsdp(num: int) -> Part:
-    """Two copies of the state, each over half of the GPUs, beside FSDP over all."""
-    rows = (f"--config.batch_size={ROWS * num}", *CALM, *PRODUCTS_KEPT)
-    copies = ("--config.mesh.data=2", f"--config.mesh.fsdp={num // 2}")
-    measured = (*MEASURED_ONCE, "--steps=8", "--skip=3")
+def tensor_peers(num: int) -> Part:
+    """The same tensor parallelism beside torchtitan's, without async and with each side's own."""
+    base, split = _tensor(num)
+    hides = "--peer_options=--parallelism.enable_async_tensor_parallel"
     return Part(
-        [("bench_step.py", CONFIG_8B, *rows, *mesh, *measured) for mesh in (copies, ())],
-        {"8b_hsdp": (CONFIG_8B, *rows, *copies), "8b_fsdp": (CONFIG_8B, *rows)},
+        [
+            _peers(*base, *split, WAITS, config=CONFIG_70B),
+            _peers(*base, *split, HIDES, hides, config=CONFIG_70B),
+        ],
+        {},
+    )
+
+
+def hsdp(num: int) -> Part:
+    """Two copies of the state, each over half of the GPUs, beside torchtitan, and FSDP over all."""
+    rows = (f"--config.batch_size={ROWS * num}", *PRODUCTS_KEPT)
+    copies = ("--config.mesh.data=2", f"--config.mesh.fsdp={num // 2}")
+    return Part(
+        [_peers(*rows, *copies), _peers(*rows, "--order=jaxscale")],
+        {"8b_hsdp": (CONFIG_8B, *CALM, *rows, *copies), "8b_fsdp": (CONFIG_8B, *CALM, *rows)},
     )
 
 
@@ -171,9 +210,11 @@ PARTS: Mapping[str, Callable[[int], Part]] = {
     "default": default,
     "fp8": fp8,
     "pipeline": pipeline,
+    "pipeline_peers": pipeline_peers,
     "context_64k": _context("context_64k", 65_536),
     "context_128k": _context("context_128k", 131_072),
     "tensor": tensor,
+    "tensor_peers": tensor_peers,
     "hsdp": hsdp,
     "checkpoint": checkpoint,
 }

@@ -279,7 +279,8 @@ def command_of(config: Config, options: Options, *, num_gpus: int, text: Path) -
     if sizes["context"] > 1:
         settings["parallelism.context_parallel_degree"] = sizes["context"]
     has_fewer_layers = settings["model.flavor"] not in FLAVORS
-    if sizes["stage"] > 1 or sizes["context"] > 1 or has_fewer_layers:
+    is_split = any(sizes[axis] > 1 for axis in ("stage", "context", "tensor"))
+    if is_split or has_fewer_layers:
         settings["experimental.custom_import"] = EXTENSION.stem
     return [
         *_launcher(options.python, num_gpus=num_gpus),

@@ -2,10 +2,11 @@
 
 Two of torchtitan's settings have no effect where the comparison needs them:
 
-- `training.mixed_precision_param`, where a stage of a pipeline has one GPU. Mixed precision is then
-  nobody's: FSDP casts, and torchtitan applies it to two GPUs and more only. All would be float32,
-  products and messages too. Here the stage is sharded by torchtitan's own function over a group of
-  one, where PyTorch casts and communicates nothing (its fast path for world size 1).
+- `training.mixed_precision_param`, where a stage of a pipeline, or a part of a model that tensor
+  parallelism splits, is on one GPU. Mixed precision is then nobody's: FSDP casts, and torchtitan
+  applies it to two GPUs and more only. All would be float32, products and messages too. Here the
+  model is sharded by torchtitan's own function over a group of one, where PyTorch casts and
+  communicates nothing (its fast path for world size 1).
 - `parallelism.context_parallel_rotate_method`, which only validation reads.
 
 And its models can have fewer layers: `8B_16layers` is its 8B with 16 of them, for GPUs that do not
@@ -35,14 +36,15 @@ def parallelize(model: Any, *of_the_run: Any) -> Any:
     if parallel_dims.cp_enabled:
         set_rotate_method(parallelism.context_parallel_rotate_method)
     model = parallelize_llama(model, parallel_dims, job_config)
-    if parallel_dims.pp_enabled and not parallel_dims.fsdp_enabled:
+    is_split = parallel_dims.pp_enabled or parallel_dims.tp_enabled
+    if is_split and not parallel_dims.fsdp_enabled:
         apply_fsdp(
             model,
             # Public access is refused to a mesh of one.
             parallel_dims._meshes["fsdp"],
             param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-            pp_enabled=True,
+            pp_enabled=True,  # casts once, not again for the backward pass
             cpu_offload=training.enable_cpu_offload,
             reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
         )

@@ -6,7 +6,7 @@ import pytest
 
 from jaxscale import gpu_facts
 from jaxscale.command_line import read_config
-from jaxscale.perf import node_parts
+from jaxscale.perf import node_parts, peer_cases, torchtitan
 from jaxscale.perf.node_parts import PARTS
 from tests.perf.scripts import ROOT, Script
 
@@ -28,6 +28,21 @@ def test_a_part_is_of_scripts_that_exist_and_configs_for_all_gpus(name, num):
         sizes = [getattr(mesh, axis) for axis in AXES]
         known = math.prod(size for size in sizes if size != -1)
         assert known == num or (-1 in sizes and num % known == 0)
+
+
+@pytest.mark.parametrize("num", [2, 4, 8])
+@pytest.mark.parametrize("name", PARTS)
+def test_torchtitan_has_the_layouts_that_it_runs_beside(name, num, tmp_path):
+    options = torchtitan.Options(python="python", num_steps=8, skip=4)
+    for script, *words in PARTS[name](num).commands:
+        if script != "bench_peers.py":
+            continue
+        cases = [word.removeprefix("--cases=") for word in words if word.startswith("--cases=")]
+        of_case = [node_parts.CONFIG_8B, *peer_cases.CASES[cases[0]].settings] if cases else []
+        own = [word for word in words if word.startswith("--config")]
+        config = read_config([*of_case, *own])
+        command = torchtitan.command_of(config, options, num_gpus=num, text=tmp_path)
+        assert f"--nproc_per_node={num}" in command
 
 
 def test_long_rows_keep_their_products_where_a_gpu_has_few_of_their_tokens():

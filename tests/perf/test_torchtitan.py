@@ -213,6 +213,23 @@ def test_rows_split_over_gpus_are_context_parallel(tmp_path):
 
 
 @loads_a_config
+def test_products_split_over_gpus_are_tensor_parallel(tmp_path):
+    told = command_of(tmp_path, "mesh.tensor=2", "mesh.fsdp=1", "batch_size=4")
+    assert told["parallelism.tensor_parallel_degree"] == "2"
+    assert told["training.local_batch_size"] == "4"
+    assert told["experimental.custom_import"] == "torchtitan_extension"
+
+
+@loads_a_config
+def test_copies_of_the_state_are_its_replicas(tmp_path):
+    told = command_of(tmp_path, "mesh.data=2", "mesh.fsdp=2", "batch_size=8", num_gpus=4)
+    assert told["parallelism.data_parallel_replicate_degree"] == "2"
+    assert told["parallelism.data_parallel_shard_degree"] == "2"
+    assert told["training.local_batch_size"] == "2"
+    assert "experimental.custom_import" not in told
+
+
+@loads_a_config
 def test_a_long_document_is_several_lines_and_nothing_of_it_is_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(torchtitan, "MOST_CHARACTERS", 5)
     (tmp_path / "a.txt").write_text("The cat sat.")
@@ -272,9 +289,13 @@ def extension(monkeypatch):
     return loaded.parallelize, calls
 
 
-def run_of(pp=1, fsdp=1, cp=1):
+def run_of(pp=1, fsdp=1, cp=1, tp=1):
     dims = types.SimpleNamespace(
-        pp_enabled=pp > 1, cp_enabled=cp > 1, fsdp_enabled=fsdp * cp > 1, _meshes={"fsdp": "one"}
+        pp_enabled=pp > 1,
+        cp_enabled=cp > 1,
+        tp_enabled=tp > 1,
+        fsdp_enabled=fsdp * cp > 1,
+        _meshes={"fsdp": "one"},
     )
     parallelism = types.SimpleNamespace(
         context_parallel_rotate_method="alltoall", fsdp_reshard_after_forward="default"
@@ -287,9 +308,10 @@ def run_of(pp=1, fsdp=1, cp=1):
     return dims, types.SimpleNamespace(parallelism=parallelism, training=training)
 
 
-def test_a_stage_of_one_gpu_computes_in_bfloat16_with_float32_sums(extension):
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_what_fsdp_does_not_split_computes_in_bfloat16_with_float32_sums(extension, axis):
     parallelize, calls = extension
-    assert parallelize("model", *run_of(pp=2)) == "model"
+    assert parallelize("model", *run_of(**{axis: 2})) == "model"
     own, (kind, mesh, others) = calls
     assert own == ("own",) and (kind, mesh) == ("fsdp", "one")
     assert others["param_dtype"] == "bf16" and others["reduce_dtype"] == "f32"
@@ -298,9 +320,9 @@ def test_a_stage_of_one_gpu_computes_in_bfloat16_with_float32_sums(extension):
 
 def test_what_torchtitan_casts_itself_is_left_alone(extension):
     parallelize, calls = extension
-    parallelize("model", *run_of(pp=2, fsdp=2))
-    parallelize("model", *run_of(fsdp=2))
-    assert calls == [("own",), ("own",)]
+    for sizes in (dict(pp=2, fsdp=2), dict(tp=2, fsdp=2), dict(fsdp=2), {}):
+        parallelize("model", *run_of(**sizes))
+    assert calls == [("own",)] * 4
 
 
 def test_the_way_keys_travel_is_set_before_the_model_is_laid_out(extension):

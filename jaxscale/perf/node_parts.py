@@ -137,51 +137,52 @@ def _context(name: str, seq_len: int) -> Callable[[int], Part]:
     return part
 
 
-LAYERS_70B = ("--config.model.num_layers=6", "--config.scan_unroll=6")
 WAITS, HIDES = (f"--config.mesh.async_tensor={value}" for value in (False, True))
 
 
-def _tensor(num: int) -> tuple[Words, Words]:
-    """Words of the 70B config, and those that split its products over all GPUs."""
-    rows = f"--config.batch_size={ROWS * num}"
-    base = (*LAYERS_70B, "--config.remat=gemms_lean", rows, *CALM)
-    return base, ("--config.mesh.fsdp=1", f"--config.mesh.tensor={num}")
+def _wide(num: int, *mesh: str) -> Words:
+    """Six layers of 70B's width, after CONFIG_70B."""
+    layers = ("--config.model.num_layers=6", "--config.scan_unroll=6", "--config.remat=gemms_lean")
+    return (*layers, f"--config.batch_size={ROWS * num}", *mesh)
+
+
+def _tensor(num: int) -> dict[str, Words]:
+    """The same, products split over all GPUs, without async and with it."""
+    split = ("--config.mesh.fsdp=1", f"--config.mesh.tensor={num}")
+    waits, hides = (_wide(num, *split, how) for how in (WAITS, HIDES))
+    return {"70b_width_tensor": waits, "70b_width_async": hides}
+
+
+def _programs_70b(words: Mapping[str, Words]) -> dict[str, Words]:
+    return {name: (CONFIG_70B, *CALM, *each) for name, each in words.items()}
 
 
 def tensor(num: int) -> Part:
     """Six layers of 70B's width: tensor parallelism over all GPUs, with and without async, FSDP."""
-    base, split = _tensor(num)
-    whole = (f"--config.mesh.fsdp={num}", "--config.mesh.tensor=1")
+    whole = _wide(num, f"--config.mesh.fsdp={num}", "--config.mesh.tensor=1", WAITS)
+    programs = _programs_70b(_tensor(num) | {"70b_width_fsdp": whole})
     return Part(
         [
             (
-                *("bench_variants.py", CONFIG_70B, *base, *split, WAITS),
-                *("--variant=tensor", "--variant=async: mesh.async_tensor=True"),
-                *("--rounds=2", "--steps=3"),
+                *("bench_variants.py", *programs["70b_width_tensor"], "--variant=tensor"),
+                *("--variant=async: mesh.async_tensor=True", "--rounds=2", "--steps=3"),
             ),
             (
-                *("bench_step.py", CONFIG_70B, *base, *whole, WAITS),
+                *("bench_step.py", *programs["70b_width_fsdp"]),
                 *(*MEASURED_ONCE, "--steps=5", "--skip=2"),
             ),
         ],
-        {
-            "70b_width_tensor": (CONFIG_70B, *base, *split, WAITS),
-            "70b_width_async": (CONFIG_70B, *base, *split, HIDES),
-            "70b_width_fsdp": (CONFIG_70B, *base, *whole, WAITS),
-        },
+        programs,
     )
 
 
 def tensor_peers(num: int) -> Part:
     """The same tensor parallelism beside torchtitan's, without async and with each side's own."""
-    base, split = _tensor(num)
-    hides = "--peer_options=--parallelism.enable_async_tensor_parallel"
+    waits, hides = _tensor(num).values()
+    theirs = "--peer_options=--parallelism.enable_async_tensor_parallel"
     return Part(
-        [
-            _peers(*base, *split, WAITS, config=CONFIG_70B),
-            _peers(*base, *split, HIDES, hides, config=CONFIG_70B),
-        ],
-        {},
+        [_peers(*waits, config=CONFIG_70B), _peers(*hides, theirs, config=CONFIG_70B)],
+        _programs_70b(_tensor(num)),
     )
 
 

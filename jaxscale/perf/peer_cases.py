@@ -135,6 +135,6 @@ CASES = {
     "pipeline": PIPELINE,
     "context_32k": _context("all_to_all_32k", *PRODUCTS, num_steps=4, skip=2),
     "context_64k": _context("all_to_all_64k", *_rich_but_for(4), num_steps=4, skip=2),
-    "context_128k": _context("all_to_all_128k", *_rich_but_for(28), num_steps=3, skip=1),
+    "context_128k": _context("all_to_all_128k", *_rich_but_for(28), num_steps=3, skip=2),
     "fp8": FP8,
 }

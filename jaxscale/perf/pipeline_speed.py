@@ -293,30 +293,27 @@ def _profile_of(schedule: str, profiles: Mapping[str, Record]) -> Record | None:
 def _with_bubble(runs: dict[str, Record], profile: Record | None) -> dict[str, Record]:
     """`bubble` is the median of what each turn says, `bubble_min` and `bubble_max` the spread.
 
-    Without a profile the optimiser counts as no time.
+    Without a profile the optimiser counts as no time. Of a lean schedule, which waits in each tick,
+    most of the bubble is in what a microbatch takes.
     """
     optimizer = profile["seconds"]["optimizer"] if profile else 0.0
     few, *_, many = sorted(runs.values(), key=lambda run: run["microbatches"])
-    turns = list(zip(few["all_step_seconds"], many["all_step_seconds"], strict=True))
-    more = many["microbatches"] - few["microbatches"]
-    microbatches = [(long - short) / more for short, long in turns]
-    rests = [
-        short - few["microbatches"] * microbatch - optimizer
-        for (short, _), microbatch in zip(turns, microbatches, strict=True)
-    ]
-    told = {
-        "microbatch_seconds": statistics.median(microbatches),
-        "optimizer_seconds": optimizer,
-    }
-    return {
-        name: run
-        | told
-        | {
-            f"bubble{which}": of(rests) / run["step_seconds"]
-            for which, of in (("", statistics.median), ("_min", min), ("_max", max))
+    microbatches, rests = [], []
+    for short, long in zip(few["all_step_seconds"], many["all_step_seconds"], strict=True):
+        microbatch = (long - short) / (many["microbatches"] - few["microbatches"])
+        microbatches.append(microbatch)
+        rests.append(short - few["microbatches"] * microbatch - optimizer)
+
+    def told(run: Record) -> Record:
+        return {
+            "microbatch_seconds": statistics.median(microbatches),
+            "optimizer_seconds": optimizer,
+            "bubble": statistics.median(rests) / run["step_seconds"],
+            "bubble_min": min(rests) / run["step_seconds"],
+            "bubble_max": max(rests) / run["step_seconds"],
         }
-        for name, run in runs.items()
-    }
+
+    return {name: run | told(run) for name, run in runs.items()}
 
 
 def _with_expected(runs: dict[str, Record], profile: Record) -> dict[str, Record]:

@@ -78,9 +78,10 @@ def _schedule(name: str, num_microbatches: int, *, num: int) -> Words:
 def pipeline(num: int) -> Part:
     """Every schedule and FSDP, with 8 and with 32 microbatches: their bubbles."""
     schedules = [name for name in pipeline_speed.SCHEDULES if name != pipeline_speed.FSDP]
-    which = f"--microbatches={','.join(map(str, MICROBATCHES))}", f"--profile={schedules[0]}"
+    numbers = ",".join(map(str, MICROBATCHES))
+    counted = (f"--microbatches={numbers}", "--steps=3", f"--profile={','.join(schedules)}")
     return Part(
-        [("bench_pipeline.py", *PIPELINE, *which)],
+        [("bench_pipeline.py", *PIPELINE, *counted)],
         {
             f"{name}_{number}": (*PIPELINE, *_schedule(name, number, num=num))
             for name in schedules

@@ -34,26 +34,25 @@ class Part:
     programs: Mapping[str, Words]
 
 
-def _peers(*words: str, config: str = CONFIG_8B) -> Words:
-    return ("bench_peers.py", config, *CALM, *words, "--steps=8", "--skip=4")
+def _peers(*words: str) -> Words:
+    return ("bench_peers.py", *words, "--steps=8", "--skip=4")
 
 
 def bf16(num: int) -> Part:
     """At its best, and with the memory that torchtitan takes."""
-    rows = f"--config.batch_size={ROWS * num}"
+    best = (CONFIG_8B, *CALM, f"--config.batch_size={ROWS * num}")
+    like_memory = (*best, *LIKE_MEMORY)
     return Part(
-        [_peers(rows), (*_peers(rows, *LIKE_MEMORY), "--order=jaxscale")],
-        {
-            "8b_best": (CONFIG_8B, *CALM, rows),
-            "8b_like_memory": (CONFIG_8B, *CALM, rows, *LIKE_MEMORY),
-        },
+        [_peers(*best), _peers(*like_memory, "--order=jaxscale")],
+        {"8b_best": best, "8b_like_memory": like_memory},
     )
 
 
 def default(num: int) -> Part:
     """configs/llama3_8b.py as it is; its rows are two a GPU on four, one on eight."""
     del num
-    return Part([_peers()], {"8b_default": (CONFIG_8B, *CALM)})
+    words = (CONFIG_8B, *CALM)
+    return Part([_peers(*words)], {"8b_default": words})
 
 
 def fp8(num: int) -> Part:
@@ -142,9 +141,9 @@ WAITS, HIDES = (f"--config.mesh.async_tensor={value}" for value in (False, True)
 
 
 def _wide(num: int, *mesh: str) -> Words:
-    """Six layers of 70B's width, after CONFIG_70B."""
+    """Six layers of 70B's width."""
     layers = ("--config.model.num_layers=6", "--config.scan_unroll=6", "--config.remat=gemms_lean")
-    return (*layers, f"--config.batch_size={ROWS * num}", *mesh)
+    return (CONFIG_70B, *CALM, *layers, f"--config.batch_size={ROWS * num}", *mesh)
 
 
 def _tensor(num: int) -> dict[str, Words]:
@@ -154,14 +153,10 @@ def _tensor(num: int) -> dict[str, Words]:
     return {"70b_width_tensor": waits, "70b_width_async": hides}
 
 
-def _programs_70b(words: Mapping[str, Words]) -> dict[str, Words]:
-    return {name: (CONFIG_70B, *CALM, *each) for name, each in words.items()}
-
-
 def tensor(num: int) -> Part:
     """Six layers of 70B's width: tensor parallelism over all GPUs, with and without async, FSDP."""
     whole = _wide(num, f"--config.mesh.fsdp={num}", "--config.mesh.tensor=1", WAITS)
-    programs = _programs_70b(_tensor(num) | {"70b_width_fsdp": whole})
+    programs = _tensor(num) | {"70b_width_fsdp": whole}
     return Part(
         [
             (
@@ -179,21 +174,19 @@ def tensor(num: int) -> Part:
 
 def tensor_peers(num: int) -> Part:
     """The same tensor parallelism beside torchtitan's, without async and with each side's own."""
-    waits, hides = _tensor(num).values()
+    programs = _tensor(num)
+    waits, hides = programs.values()
     theirs = "--peer_options=--parallelism.enable_async_tensor_parallel"
-    return Part(
-        [_peers(*waits, config=CONFIG_70B), _peers(*hides, theirs, config=CONFIG_70B)],
-        _programs_70b(_tensor(num)),
-    )
+    return Part([_peers(*waits), _peers(*hides, theirs)], programs)
 
 
 def hsdp(num: int) -> Part:
     """Two copies of the state, each over half of the GPUs, beside torchtitan, and FSDP over all."""
-    rows = (f"--config.batch_size={ROWS * num}", *PRODUCTS_KEPT)
-    copies = ("--config.mesh.data=2", f"--config.mesh.fsdp={num // 2}")
+    whole = (CONFIG_8B, *CALM, f"--config.batch_size={ROWS * num}", *PRODUCTS_KEPT)
+    copies = (*whole, "--config.mesh.data=2", f"--config.mesh.fsdp={num // 2}")
     return Part(
-        [_peers(*rows, *copies), _peers(*rows, "--order=jaxscale")],
-        {"8b_hsdp": (CONFIG_8B, *CALM, *rows, *copies), "8b_fsdp": (CONFIG_8B, *CALM, *rows)},
+        [_peers(*copies), _peers(*whole, "--order=jaxscale")],
+        {"8b_hsdp": copies, "8b_fsdp": whole},
     )
 
 

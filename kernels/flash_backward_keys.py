@@ -193,18 +193,37 @@ class OfKeys:
     def num_steps(self):
         return self.group * self.work().num
 
-    def step_of(self, i):
-        """(head, tile of queries) of the ith step; steps without a mask come first."""
-        work, (_, key_head, _) = self.work(), self.place()
-        if self.part.is_wide and self.group == 1:
-            return key_head, work.tile(i)
-        num_whole = self.group * work.num_whole
-        is_whole = i < num_whole
-        tiles = jnp.where(is_whole, work.num_whole, work.num - work.num_whole)
-        j = jnp.where(is_whole, i, i - num_whole)
-        head_of_group, tile = lax.div(j, tiles), lax.rem(j, tiles)
-        tile = jnp.where(is_whole, tile, work.num_whole + tile)
-        return key_head * self.group + head_of_group, work.tile(tile)
+    def first_head(self):
+        return self.place()[1] * self.group
+
+    def over_steps(self, visit):
+        """visit(i, place, before=, is_whole=) of each step in order.
+
+        place, before: (head, tile of queries) of this step and of the one before, of the first step
+        its own. Steps without a mask come first, of one head after the other. Heads and tiles are
+        counted on: with divisions by numbers known at run time both passes took 3 to 8% longer on
+        an H200.
+        """
+        work = self.work()
+
+        def steps(before, *, is_whole):
+            begin, end = (jnp.int32(0), work.num_whole) if is_whole else (work.num_whole, work.num)
+
+            def one(i, carried):
+                head, j, before = carried
+                place = head, work.tile(j, is_whole)
+                visit(i, place, before=before, is_whole=is_whole)
+                j += 1
+                if self.group > 1:
+                    is_last = j == end
+                    head, j = head + is_last.astype(head.dtype), jnp.where(is_last, begin, j)
+                return head, j, place
+
+            carried = self.first_head(), begin, before
+            return lax.fori_loop(self.group * begin, self.group * end, one, carried)[-1]
+
+        first = self.first_head(), work.tile(jnp.int32(0))
+        steps(steps(first, is_whole=True), is_whole=False)
 
     def copy(self):
         plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
@@ -219,9 +238,8 @@ class OfKeys:
         if self.dk is not None:
             plgpu.copy_gmem_to_smem(of.v.at[keys], here.v_tile, keys_loaded)
 
-        @pl.loop(0, self.num_steps())
-        def load_tile(i):
-            head, tile = self.step_of(i)
+        def load_tile(i, place, **_):
+            head, tile = place
             queries = self.queries(tile)
             for operand, statistic, tiles, statistics, loaded, used in (
                 (of.q, of.lse, here.q_tiles, here.lse_tiles, here.q_loaded, here.q_used),
@@ -242,6 +260,8 @@ class OfKeys:
                     (statistic.at[row, head, queries], statistics),
                 ):
                     plgpu.copy_gmem_to_smem(source, target.at[slot], loaded.at[slot])
+
+        self.over_steps(load_tile)
 
     def compute(self):
         plgpu.set_max_registers(REGISTERS, action="increase")
@@ -292,20 +312,22 @@ class OfKeys:
             plgpu.copy_smem_to_gmem(made_tile.at[mine], target.at[keys])
 
     def add_last_dq(self, num_steps):
-        pl.when(num_steps > 0)(lambda: self.add_dq(num_steps - 1))
+        pl.when(num_steps > 0)(lambda: self.add_dq(num_steps - 1, self.last_place()))
+
+    def last_place(self):
+        """(head, tile of queries) of the last step, if there is one."""
+        work = self.work()
+        return self.first_head() + self.group - 1, work.tile(work.num - 1)
 
     def mine(self):
         """This warpgroup's keys of the tile."""
         return pl.ds(lax.axis_index("warpgroup") * 64, 64)
 
     def all_steps(self, **sums):
-        num_whole = self.group * self.work().num_whole
-        step = functools.partial(self.step, **sums)
-        pl.loop(0, num_whole)(functools.partial(step, is_whole=True))
-        pl.loop(num_whole, self.num_steps())(functools.partial(step, is_whole=False))
+        self.over_steps(functools.partial(self.step, **sums))
         return {name: made[...] for name, made in sums.items()}
 
-    def step(self, i, *, is_whole: bool, dk=None, dv=None):
+    def step(self, i, place, *, before, is_whole: bool, dk=None, dv=None):
         here, mine = self.here, self.mine()
         q_slot = self.slot_of_step(i, STAGES)
         grad_slot = self.slot_of_step(i, here.grad_tiles.shape[0])
@@ -319,7 +341,7 @@ class OfKeys:
                 begin = _begin(lse_tile)
                 # At head size 64 of what scores begin with, before p and dp take registers.
                 if self.part.is_wide and not is_whole:
-                    begin = self.masked(begin, i, hidden=HIDDEN)
+                    begin = self.masked(begin, place, hidden=HIDDEN)
                 scores[...] = begin
             if dk is not None:
                 dp[...] = _begin(here.seen_tiles.at[grad_slot])
@@ -329,7 +351,7 @@ class OfKeys:
             products = plgpu.wgmma_accumulator_load(scores, wait_n=int(dk is not None))
             p, slope = self.scores.weights(products, lambda: _begin(lse_tile))
             if not is_whole and not self.part.is_wide:
-                p = self.masked(p, i, hidden=0.0)
+                p = self.masked(p, place, hidden=0.0)
             if dv is not None:
                 plgpu.wgmma(dv, p.astype(dtype), grad_tile)
             if dk is not None:
@@ -339,7 +361,7 @@ class OfKeys:
                 plgpu.barrier_arrive(here.grad_used.at[grad_slot])
             if self.dq is not None:
                 self.hand_over(ds, self.slot_of_ds(i))
-                self.add_dq(i - 1, before=lambda: plgpu.wgmma(dk, ds, q_tile))
+                self.add_dq(i - 1, before, beside=lambda: plgpu.wgmma(dk, ds, q_tile))
             elif dk is not None:
                 plgpu.wgmma(dk, ds, q_tile)
             plgpu.wgmma_wait(0)
@@ -350,10 +372,10 @@ class OfKeys:
         tile = plgpu.ACC((64, self.part.num_queries), jnp.float32)
         pl.run_scoped(issue, *([tile] if dk is None else [tile, tile]))
 
-    def masked(self, values, i, *, hidden: float):
+    def masked(self, values, place, *, hidden: float):
         """Of keys and queries, `hidden` where a query does not see a key."""
         row, _, tile_of_keys = self.place()
-        _, tile = self.step_of(i)
+        _, tile = place
         queries = self.queries(tile)
         key = tile_of_keys * TILE_K + lax.axis_index("warpgroup") * 64
         key += plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
@@ -374,13 +396,12 @@ class OfKeys:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.here.ds_made.at[slot])
 
-    def add_dq(self, i, *, before=None):
-        """Adds this warpgroup's part of dq of the ith step (-1: zeros, to that of step 0).
+    def add_dq(self, i, place, *, beside=None):
+        """Adds this warpgroup's part of dq of the ith step, of this head and tile of queries.
 
-        before: issues a product that runs while this one is added.
+        i: -1 adds zeros, to the first step's. beside: issues a product that runs meanwhile.
         """
-        here, (row, _, _) = self.here, self.place()
-        head, tile = self.step_of(jnp.maximum(i, 0))
+        here, (row, _, _), (head, tile) = self.here, self.place(), place
         warpgroup, part = lax.axis_index("warpgroup"), self.part
         dq_tile = here.dq_tile.at[warpgroup]
         _, num_queries, num_columns = here.dq_tile.shape
@@ -393,9 +414,9 @@ class OfKeys:
             if part.is_wide:
                 ds_tile = ds_tile.at[:, pl.ds(warpgroup * num_queries, num_queries)]
             plgpu.wgmma(ref, ds_tile.transpose((1, 0)), here.k_tile.at[:, columns])
-            if before is None:
+            if beside is None:
                 return ref[...]
-            before()
+            beside()
             return plgpu.wgmma_accumulator_load(ref, wait_n=1)
 
         dq = pl.run_scoped(product, plgpu.ACC((num_queries, num_columns), jnp.float32))

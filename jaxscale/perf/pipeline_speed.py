@@ -100,21 +100,28 @@ def measure(
     timed = _compile(plans, left_out)
     seconds: dict[str, list[float]] = {}
     profiles: dict[str, Record] = {}
-    for group in _with_one_state(timed):
+
+    def record() -> Record:
+        runs = {name: _figures(timed[name], each) for name, each in seconds.items()}
+        return {
+            "name": "pipeline",
+            "settings": words,
+            "device_kind": devices[0].device_kind,
+            "num_devices": len(devices),
+            "runs": _with_bubbles(runs, profiles),
+            "profiles": profiles,
+            "left_out": left_out,
+            **provenance(commit=options.commit),
+        }
+
+    groups = _with_one_state(timed)
+    for number, group in enumerate(groups, start=1):
         _time(group, corpus, options=options, left_out=left_out, seconds=seconds, found=profiles)
+        if seconds and number < len(groups):
+            log.info("so far:\n%s", table(record()))  # a caller may have a limit of time
     if not seconds:
         raise FailedError("no schedule is left")
-    runs = {name: _figures(timed[name], each) for name, each in seconds.items()}
-    return {
-        "name": "pipeline",
-        "settings": words,
-        "device_kind": devices[0].device_kind,
-        "num_devices": len(devices),
-        "runs": _with_bubbles(runs, profiles),
-        "profiles": profiles,
-        "left_out": left_out,
-        **provenance(commit=options.commit),
-    }
+    return record()
 
 
 def _check(options: Options) -> None:

@@ -61,6 +61,29 @@ def test_each_number_of_microbatches_is_timed(printed):
     ]
 
 
+def test_what_is_timed_before_others_is_told_at_once(config_file, monkeypatch, caplog):
+    """A machine may be lent for less time than all schedules take."""
+
+    def apart(timed):
+        return [{name: each} for name, each in timed.items()]
+
+    monkeypatch.setattr(pipeline_speed, "_with_one_state", apart)
+    caplog.set_level("INFO", "jaxscale.perf")
+    options = pipeline_speed.Options(
+        schedules=["gpipe"],
+        microbatches=[2, 4],
+        num_steps=1,
+        profiled=[],
+        workdir=None,
+        ends=math.inf,
+    )
+    words = ["--config", str(config_file), "--config.seq_len=32", TWO_LAYERS]
+    record = pipeline_speed.measure(words, options, devices=jax.devices()[:2])
+    assert list(record["runs"]) == ["gpipe_2", "gpipe_4"]
+    (told,) = [each.message for each in caplog.records if each.message.startswith("so far")]
+    assert [line.split()[0] for line in told.splitlines()] == ["so", "2", "run", "gpipe_2"]
+
+
 def run_of(number: int, *seconds: float) -> dict[str, Any]:
     """Of gpipe's two stages."""
     return {

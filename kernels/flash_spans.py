@@ -121,12 +121,9 @@ class Work(NamedTuple):
     def tile(self, i, is_whole: bool | None = None):
         """The number of the ith tile to visit. is_whole: whether it is one without a mask, if that
         is known."""
-        if is_whole:
-            return self.whole_begin + i
         before, i_of_rest = self.whole_begin - self.begin, i - self.num_whole
         rest = jnp.where(
             i_of_rest < before, self.begin + i_of_rest, self.whole_end + i_of_rest - before
         )
-        if is_whole is not None:
-            return rest
-        return jnp.where(i < self.num_whole, self.whole_begin + i, rest)
+        is_whole = i < self.num_whole if is_whole is None else is_whole
+        return jnp.where(is_whole, self.whole_begin + i, rest)

@@ -114,4 +114,4 @@ class _Staying(OfKeys):
         plgpu.wait_smem_to_gmem(0)
 
     def add_last_dq(self, num_steps):
-        self.add_dq(num_steps - 1, self.last_place())
+        self.add_dq(num_steps - 1, self.last_head_and_tile())

@@ -197,12 +197,12 @@ class OfKeys:
         return self.place()[1] * self.group
 
     def over_steps(self, visit):
-        """visit(i, place, before=, is_whole=) of each step in order.
+        """visit(i, head_and_tile, before=, is_whole=) of each step in order.
 
-        place, before: (head, tile of queries) of this step and of the one before, of the first step
-        its own. Steps without a mask come first, of one head after the other. Heads and tiles are
-        counted on: with divisions by numbers known at run time both passes took 3 to 8% longer on
-        an H200.
+        before: head and tile of queries of the step before, of the first step its own. Steps
+        without a mask come first, of one head after the other. Heads and tiles are counted on: with
+        divisions by numbers known at run time both passes took 3 to 8% longer on an H200 (head size
+        128).
         """
         work = self.work()
 
@@ -211,13 +211,13 @@ class OfKeys:
 
             def one(i, carried):
                 head, j, before = carried
-                place = head, work.tile(j, is_whole)
-                visit(i, place, before=before, is_whole=is_whole)
+                head_and_tile = head, work.tile(j, is_whole)
+                visit(i, head_and_tile, before=before, is_whole=is_whole)
                 j += 1
                 if self.group > 1:
                     is_last = j == end
                     head, j = head + is_last.astype(head.dtype), jnp.where(is_last, begin, j)
-                return head, j, place
+                return head, j, head_and_tile
 
             carried = self.first_head(), begin, before
             return lax.fori_loop(self.group * begin, self.group * end, one, carried)[-1]
@@ -238,8 +238,8 @@ class OfKeys:
         if self.dk is not None:
             plgpu.copy_gmem_to_smem(of.v.at[keys], here.v_tile, keys_loaded)
 
-        def load_tile(i, place, **_):
-            head, tile = place
+        def load_tile(i, head_and_tile, **_):
+            head, tile = head_and_tile
             queries = self.queries(tile)
             for operand, statistic, tiles, statistics, loaded, used in (
                 (of.q, of.lse, here.q_tiles, here.lse_tiles, here.q_loaded, here.q_used),
@@ -312,10 +312,10 @@ class OfKeys:
             plgpu.copy_smem_to_gmem(made_tile.at[mine], target.at[keys])
 
     def add_last_dq(self, num_steps):
-        pl.when(num_steps > 0)(lambda: self.add_dq(num_steps - 1, self.last_place()))
+        pl.when(num_steps > 0)(lambda: self.add_dq(num_steps - 1, self.last_head_and_tile()))
 
-    def last_place(self):
-        """(head, tile of queries) of the last step, if there is one."""
+    def last_head_and_tile(self):
+        """Of the last step, if there is one."""
         work = self.work()
         return self.first_head() + self.group - 1, work.tile(work.num - 1)
 
@@ -327,7 +327,7 @@ class OfKeys:
         self.over_steps(functools.partial(self.step, **sums))
         return {name: made[...] for name, made in sums.items()}
 
-    def step(self, i, place, *, before, is_whole: bool, dk=None, dv=None):
+    def step(self, i, head_and_tile, *, before, is_whole: bool, dk=None, dv=None):
         here, mine = self.here, self.mine()
         q_slot = self.slot_of_step(i, STAGES)
         grad_slot = self.slot_of_step(i, here.grad_tiles.shape[0])
@@ -341,7 +341,7 @@ class OfKeys:
                 begin = _begin(lse_tile)
                 # At head size 64 of what scores begin with, before p and dp take registers.
                 if self.part.is_wide and not is_whole:
-                    begin = self.masked(begin, place, hidden=HIDDEN)
+                    begin = self.masked(begin, head_and_tile, hidden=HIDDEN)
                 scores[...] = begin
             if dk is not None:
                 dp[...] = _begin(here.seen_tiles.at[grad_slot])
@@ -351,7 +351,7 @@ class OfKeys:
             products = plgpu.wgmma_accumulator_load(scores, wait_n=int(dk is not None))
             p, slope = self.scores.weights(products, lambda: _begin(lse_tile))
             if not is_whole and not self.part.is_wide:
-                p = self.masked(p, place, hidden=0.0)
+                p = self.masked(p, head_and_tile, hidden=0.0)
             if dv is not None:
                 plgpu.wgmma(dv, p.astype(dtype), grad_tile)
             if dk is not None:
@@ -372,10 +372,10 @@ class OfKeys:
         tile = plgpu.ACC((64, self.part.num_queries), jnp.float32)
         pl.run_scoped(issue, *([tile] if dk is None else [tile, tile]))
 
-    def masked(self, values, place, *, hidden: float):
+    def masked(self, values, head_and_tile, *, hidden: float):
         """Of keys and queries, `hidden` where a query does not see a key."""
         row, _, tile_of_keys = self.place()
-        _, tile = place
+        _, tile = head_and_tile
         queries = self.queries(tile)
         key = tile_of_keys * TILE_K + lax.axis_index("warpgroup") * 64
         key += plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
@@ -396,12 +396,12 @@ class OfKeys:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.here.ds_made.at[slot])
 
-    def add_dq(self, i, place, *, beside=None):
-        """Adds this warpgroup's part of dq of the ith step, of this head and tile of queries.
+    def add_dq(self, i, head_and_tile, *, beside=None):
+        """Adds this warpgroup's part of dq of the ith step to that of a head's tile of queries.
 
         i: -1 adds zeros, to the first step's. beside: issues a product that runs meanwhile.
         """
-        here, (row, _, _), (head, tile) = self.here, self.place(), place
+        here, (row, _, _), (head, tile) = self.here, self.place(), head_and_tile
         warpgroup, part = lax.axis_index("warpgroup"), self.part
         dq_tile = here.dq_tile.at[warpgroup]
         _, num_queries, num_columns = here.dq_tile.shape

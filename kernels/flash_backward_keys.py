@@ -379,11 +379,11 @@ class OfKeys:
         queries = self.queries(tile)
         key = tile_of_keys * TILE_K + lax.axis_index("warpgroup") * 64
         key += plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
-        # One after the other: both at once take registers that spill.
         first = _per_query(self.operands.first.at[row, queries])
-        values = jnp.where(key >= _by_column(first, values), values, hidden)
         last = _per_query(self.operands.last.at[row, queries])
-        return jnp.where(key < _by_column(last, values), values, hidden)
+        behind = (key - _by_column(first, values)).astype(jnp.uint32)
+        num = _by_column((last - first).astype(jnp.uint32), values)
+        return jnp.where(behind < num, values, hidden)
 
     def queries(self, tile):
         return pl.ds(tile * self.part.num_queries, self.part.num_queries)

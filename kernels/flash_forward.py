@@ -62,11 +62,13 @@ LANES = 8  # columns of scores of which a thread has two
 
 def tiles_of(head_size: int, *, seq: int, cap: float | None) -> Tiles:
     """The form of head size 64 takes whole tiles of 256 queries, and no cap: none was timed."""
-    if head_size == 64 and cap is None and seq % OF_HEAD_SIZE_64.num_queries == 0:
+    keeps_reference = head_size <= 128 and cap is None
+    if head_size == 64 and keeps_reference and seq % OF_HEAD_SIZE_64.num_queries == 0:
         return OF_HEAD_SIZE_64
     # Sums of 64 queries times 256 take 128 registers: beside them 128 scores a query do not fit,
     # nor 128 keys and values in shared memory.
-    return Tiles(num_keys=128 if head_size <= 192 else 64)
+    num_keys = 128 if head_size <= 192 else 64
+    return Tiles(num_keys=num_keys, keeps_reference=keeps_reference)
 
 
 def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | None = None):
@@ -291,26 +293,40 @@ class Program:
             out[...] = sums * by_row(shrink, sums)
             return p.astype(self.v.dtype), largest, total
 
-        def step_by_reference(i, carry):
+        def step_by_reference(i, carry, *, is_whole):
             p, of_lanes = carry
             slot, slot_before = (slot_of(n) for n in (i, i - 1))
             plgpu.barrier_wait(self.k_loaded.at[slot])
 
             def beside_product(ref):
                 s = self.scores_beside_product(ref, out=out, p=p, slots=(slot, slot_before))
-                p_now = jnp.exp2(s * (self.scale * LOG2_E) - by_row(largest, s))
-                return p_now.astype(self.v.dtype), of_lanes + _sum_by_lane(p_now)
+                powers = s * (self.scale * LOG2_E) - by_row(largest, s)
+                if not is_whole:
+                    keys = work.tile(i) * num_keys
+                    powers = _masked(powers, first - keys, last - keys)
+                p_now = jnp.exp2(powers)
+                total_now = of_lanes + _sum_by_lane(p_now)
+                # With a mask ptxas runs products one by one if they are rounded here.
+                return p_now.astype(self.v.dtype) if is_whole else p_now, total_now
 
-            carry = pl.run_scoped(beside_product, scores)
+            p, of_lanes = pl.run_scoped(beside_product, scores)
             plgpu.barrier_wait(self.v_loaded.at[slot])
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.v_used.at[slot_before])
-            return carry
+            return p.astype(self.v.dtype), of_lanes
 
         p, end_of_whole = p.astype(self.v.dtype), jnp.maximum(work.num_whole, 1)
         if judge is not None:
             of_lanes = plgpu.layout_cast(jnp.zeros((64, LANES), jnp.float32), plgpu.Layout.WGMMA)
-            p, of_lanes = lax.fori_loop(1, end_of_whole, step_by_reference, (p, of_lanes))
+            # With a mask too where all queries have seen the first tile, but for the last step: the
+            # next tile's keys are not loaded before this one is judged.
+            end = jnp.where(work.num_whole > 0, work.num - 1, 0)
+            end = jnp.maximum(end, end_of_whole)
+            carry = p, of_lanes
+            for ends, is_whole in (((1, end_of_whole), True), ((end_of_whole, end), False)):
+                by_reference = functools.partial(step_by_reference, is_whole=is_whole)
+                carry = lax.fori_loop(*ends, by_reference, carry)
+            (p, of_lanes), end_of_whole = carry, end
             total += of_lanes.sum(axis=1)
             # Now: what overflowed could be hidden when sums shrink by what tiles with a mask hold.
             judge(total)
@@ -346,13 +362,29 @@ class Program:
         if self.cap is not None:
             s, factor = jnp.tanh(s * (self.scale / self.cap)), self.cap
         if keys is not None:
-            key = keys + plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-            is_seen = (key >= by_row(first, s)) & (key < by_row(last, s))
-            s = jnp.where(is_seen, s, HIDDEN)
+            s = _masked(s, first - keys, last - keys)
         largest = jnp.maximum(largest_before, s.max(axis=1) * (factor * LOG2_E))
         shrink = jnp.exp2(largest_before - largest)
         p = jnp.exp2(s * (factor * LOG2_E) - by_row(largest, s))
         return p, largest, total * shrink + p.sum(axis=1), shrink
+
+
+def _masked(s, first, last):
+    """Scores [queries, keys] of a tile, HIDDEN but those of its keys from first to last.
+
+    Of every eight keys a thread has two side by side. All that it has of a query are bits of one
+    number, so that a score takes a bit test instead of two comparisons: 185 instructions a step of
+    64 queries times 128 keys instead of 297.
+    """
+    key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+
+    def bits_below(limit):
+        limit = jnp.clip(by_row(limit, key) - (key & 6), 0, s.shape[1])
+        num = 2 * (limit >> 3) + jnp.minimum(limit & 7, 2)
+        return ((1 << (num & 31)) - 1) | -(num >> 5)  # of 32 bits all
+
+    seen, bit = bits_below(last) & ~bits_below(first), 2 * (key >> 3) + (key & 1)
+    return jnp.where(((seen >> bit) & 1) == 1, s, HIDDEN)
 
 
 def _sum_by_lane(p):

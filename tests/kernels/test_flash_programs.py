@@ -98,6 +98,12 @@ def test_head_size_64_forward(name):
     assert_forward_is(forward(q, k, v, segments, window), expected(q, k, v, segments, window))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_head_size_128_forward(name):
+    (q, k, v, _), segments, window = operands(name, (128, 128))
+    assert_forward_is(forward(q, k, v, segments, window), expected(q, k, v, segments, window))
+
+
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_forward_with_a_cap_and_of_other_head_sizes(sizes):
     (q, k, v, _), segments, window = operands("no whole tiles", sizes)
@@ -109,27 +115,27 @@ def test_forward_with_a_cap_and_of_other_head_sizes(sizes):
     np.testing.assert_allclose(lse, wanted_lse, atol=1e-3 if cap else 1e-4)
 
 
-def with_scores_above(powers: float, *, rows=None):
+def with_scores_above(powers: float, *, size, rows=None):
     """Of 512 queries in one document: keys from 150 on score so many powers of 2 above the first
     tile's, those from 290 on as many more. rows: of these queries only."""
-    (q, k, v, _), segments, _ = operands("one document")
+    (q, k, v, _), segments, _ = operands("one document", (size, size))
     q, k = (np.array(x, np.float64) for x in (q, k))
-    q[..., 0], k[..., 0] = 0 if rows else 8, 0
+    q[..., 0], k[..., 0] = 0 if rows else size**0.5, 0
     if rows:
-        q[:, rows, :, 0] = 8
-    # A score is 8 times it, by 64**-0.5.
+        q[:, rows, :, 0] = size**0.5
     k[:, 150:, :, 0] = powers / LOG2_E
     k[:, 290:, :, 0] = 2 * powers / LOG2_E
     return *(jnp.asarray(x, jnp.bfloat16) for x in (q, k)), v, segments
 
 
+@pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("powers", [20.0, 100.0, 300.0])
 @pytest.mark.parametrize("rows", [None, [300]])
-def test_scores_far_above_those_of_the_first_tile(powers, rows):
+def test_scores_far_above_those_of_the_first_tile(powers, rows, *, size):
     """With 20 the first tile's scores do as the reference, with 100 sums of p say that they do not,
     with 300 p is infinite. In the one row there is, the tile with a mask shrinks sums to nothing,
     which would hide it."""
-    q, k, v, segments = with_scores_above(powers, rows=rows)
+    q, k, v, segments = with_scores_above(powers, size=size, rows=rows)
     found = forward(q, k, v, segments)
     assert np.isfinite(found[0]).all()
     assert_forward_is(found, expected(q, k, v, segments))
@@ -212,8 +218,11 @@ def test_ds_that_is_written_before_it_was_read_is_found(monkeypatch):
 
 
 def test_the_form_of_head_size_64_takes_whole_tiles_without_a_cap():
-    def warpgroups(*, head_size=64, seq=512, cap=None):
-        return flash_forward.tiles_of(head_size, seq=seq, cap=cap).warpgroups
+    def form(*, head_size=64, seq=512, cap=None):
+        tiles = flash_forward.tiles_of(head_size, seq=seq, cap=cap)
+        return tiles.warpgroups, tiles.keeps_reference
 
-    assert warpgroups() == 4
-    assert [warpgroups(seq=384), warpgroups(cap=30.0), warpgroups(head_size=128)] == [2, 2, 2]
+    assert form() == (4, True)
+    assert form(seq=384) == form(head_size=128) == (2, True)
+    # Programs of larger heads make one tile of queries, and cannot begin it again.
+    assert form(cap=30.0) == form(head_size=128, cap=30.0) == form(head_size=192) == (2, False)

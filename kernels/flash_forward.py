@@ -4,8 +4,8 @@ A program has 128 queries of one head. Two warpgroups compute, 64 queries each, 
 of keys and values ahead of them. The products of tile i with the queries and of tile i - 1 with V
 are issued together, so the softmax of tile i runs beside the second of them. The warpgroups are not
 made to take turns: that was 9 to 15% slower (docs/kernels.md). Up to head size 128, where two tiles
-of queries fit, programs go on from tile to tile (`flash_forward_dealt.py`). At head size 64 four
-warpgroups compute 256 queries, and most tiles need no maxima.
+of queries fit, programs go on from tile to tile (`flash_forward_dealt.py`), and without a cap most
+tiles need no maxima. At head size 64 four warpgroups compute 256 queries.
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
@@ -32,7 +32,7 @@ REGISTERS, REGISTERS_TO_COPY = 240, 24
 class Tiles:
     """Who computes, with how many registers a thread, and the tiles of keys in shared memory.
 
-    keeps_reference: p of tiles without a mask are made without maxima (`one_pass`).
+    keeps_reference: p of most tiles are made without maxima (`one_pass`).
     """
 
     warpgroups: int = WARPGROUPS
@@ -252,9 +252,10 @@ class Program:
     def one_pass(self, out, *, first, last, judge=None, num_before=0):
         """(the sum of p V, the largest score in powers of 2, the sum of p) of 64 queries.
 
-        judge: if given, p of tiles without a mask are made with the largest score of the first one,
-        as floats allow while none is 60 powers of 2 above it: no maxima, and sums need not shrink.
-        It is told the sums of p. num_before: how many tiles were loaded before those of this pass.
+        judge: if given, p are made with the largest score of the first tile, as floats allow while
+        none is 60 powers of 2 above it: no maxima, and sums need not shrink. A tile with a mask has
+        them still if it is the last, or if the first has one. judge is told the sums of p.
+        num_before: how many tiles were loaded before those of this pass.
         """
         work, num_keys, stages = self.work(), self.k_tiles.shape[1], self.tiles.stages
         softmax = functools.partial(self.softmax, first=first, last=last)
@@ -303,7 +304,7 @@ class Program:
                 powers = s * (self.scale * LOG2_E) - by_row(largest, s)
                 if not is_whole:
                     keys = work.tile(i) * num_keys
-                    powers = _masked(powers, first - keys, last - keys)
+                    powers = _masked(powers, first=first - keys, last=last - keys)
                 p_now = jnp.exp2(powers)
                 total_now = of_lanes + _sum_by_lane(p_now)
                 # With a mask ptxas runs products one by one if they are rounded here.
@@ -315,27 +316,26 @@ class Program:
             plgpu.barrier_arrive(self.v_used.at[slot_before])
             return p.astype(self.v.dtype), of_lanes
 
-        p, end_of_whole = p.astype(self.v.dtype), jnp.maximum(work.num_whole, 1)
-        if judge is not None:
+        def loop(body, carry, *, begin, end, is_whole):
+            return lax.fori_loop(begin, end, functools.partial(body, is_whole=is_whole), carry)
+
+        p, begin = p.astype(self.v.dtype), jnp.maximum(work.num_whole, 1)
+        if judge is None:
+            carry = p, largest, total
+            p, largest, total = loop(step, carry, begin=1, end=begin, is_whole=True)
+        else:
             of_lanes = plgpu.layout_cast(jnp.zeros((64, LANES), jnp.float32), plgpu.Layout.WGMMA)
+            by_reference = functools.partial(loop, step_by_reference)
+            p, of_lanes = by_reference((p, of_lanes), begin=1, end=begin, is_whole=True)
             # With a mask too where all queries have seen the first tile, but for the last step: the
             # next tile's keys are not loaded before this one is judged.
-            end = jnp.where(work.num_whole > 0, work.num - 1, 0)
-            end = jnp.maximum(end, end_of_whole)
-            carry = p, of_lanes
-            for ends, is_whole in (((1, end_of_whole), True), ((end_of_whole, end), False)):
-                by_reference = functools.partial(step_by_reference, is_whole=is_whole)
-                carry = lax.fori_loop(*ends, by_reference, carry)
-            (p, of_lanes), end_of_whole = carry, end
-            total += of_lanes.sum(axis=1)
-            # Now: what overflowed could be hidden when sums shrink by what tiles with a mask hold.
+            end = jnp.maximum(begin, jnp.where(work.num_whole > 0, work.num - 1, 0))
+            p, of_lanes = by_reference((p, of_lanes), begin=begin, end=end, is_whole=False)
+            total, begin = total + of_lanes.sum(axis=1), end
+            # Now: what overflowed could be hidden when sums shrink by what the last tiles hold.
             judge(total)
-            carry = p, largest, total
-        else:
-            whole_step = functools.partial(step, is_whole=True)
-            carry = lax.fori_loop(1, end_of_whole, whole_step, (p, largest, total))
-        step = functools.partial(step, is_whole=False)
-        p, largest, total = lax.fori_loop(end_of_whole, work.num, step, carry)
+        carry = p, largest, total
+        p, largest, total = loop(step, carry, begin=begin, end=work.num, is_whole=False)
         plgpu.wgmma(out, p, self.v_tiles.at[slot_of(work.num - 1)])
         return out[...], largest, total
 
@@ -362,14 +362,14 @@ class Program:
         if self.cap is not None:
             s, factor = jnp.tanh(s * (self.scale / self.cap)), self.cap
         if keys is not None:
-            s = _masked(s, first - keys, last - keys)
+            s = _masked(s, first=first - keys, last=last - keys)
         largest = jnp.maximum(largest_before, s.max(axis=1) * (factor * LOG2_E))
         shrink = jnp.exp2(largest_before - largest)
         p = jnp.exp2(s * (factor * LOG2_E) - by_row(largest, s))
         return p, largest, total * shrink + p.sum(axis=1), shrink
 
 
-def _masked(s, first, last):
+def _masked(s, *, first, last):
     """Scores [queries, keys] of a tile, HIDDEN but those of its keys from first to last.
 
     Of every eight keys a thread has two side by side. All that it has of a query are bits of one

@@ -1,8 +1,8 @@
 """Flash attention for Hopper, forward, up to head size 128.
 
 The programs are `flash_forward`'s, but go from tile to tile of queries, as `flash_dealt` deals them
-out: the next one's queries, keys and values come while one ends. At head size 64 most tiles need no
-maxima, and a tile of queries whose scores say that they did is made again.
+out: the next one's queries, keys and values come while one ends. Without a cap most tiles of keys
+need no maxima, and a tile of queries whose scores say that they did is made again.
 
 B rows, S queries, T keys, N query heads, K key heads, H head size.
 """
@@ -31,8 +31,8 @@ from jaxscale.kernels.hopper import run
 # Tiles of queries, and what warpgroups tell each other of one. No warpgroup is two tiles ahead of
 # another: a slot is loaded anew when all have given it back.
 SLOTS = 2
-# Of tiles of keys with a mask, which need maxima too. Head size 64 took 5% less of packed rows than
-# with 1, and 128 the same (docs/kernels.md).
+# Of tiles of keys with a mask. While all of them needed maxima too head size 64 took 5% less of
+# packed rows than with 1, and 128 the same (docs/kernels.md).
 MASKED_COST = 1.5
 # A sum of p beyond it is taken for an overflow: of 2**60 times a value 2**67 are left.
 MAX_TOTAL = 2.0**60

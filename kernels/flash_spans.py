@@ -16,7 +16,7 @@ from jaxscale.kernels.xla_attention import places
 
 
 class Spans(NamedTuple):
-    """int32 [B, S]; a query whose span is empty sees nothing."""
+    """int32 [B, S], first <= last; a query whose span is empty sees nothing."""
 
     first_BS: Any
     last_BS: Any

@@ -44,7 +44,7 @@ from jaxscale.train.integrity import Integrity
 from jaxscale.train.pace import Progress
 from jaxscale.train.recorder import HeldOut, Recorder, still
 from jaxscale.train.sample import sample_text
-from jaxscale.train.stop import Interrupts, interrupts
+from jaxscale.train.stop import Interrupts, interrupts, raising_later
 from jaxscale.train.timer import Timer
 from jaxscale.train.workdir import (
     check_same_run,
@@ -81,7 +81,9 @@ def open_run(config: Config, workdir: Path, *, command: str) -> Iterator["Run"]:
     with contextlib.ExitStack() as stack:
         if leads:
             stack.enter_context(only_run(workdir))
-        log.info(distributed.describe())
+        with raising_later():
+            devices = distributed.describe()
+        log.info(devices)
         log.info(corpus.source)
         checkpoints = open_checkpoints(config.checkpoint, workdir / "checkpoints")
         stack.enter_context(checkpoints)

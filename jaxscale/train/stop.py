@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from jaxscale.launch import EXIT_AGAIN
 
@@ -23,6 +24,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ORDERLY_SECONDS = 3.0
 # Signals that came before training and have not ended the process yet.
 _come: list[int] = []
+_raises_later = threading.Event()
 
 
 def code_of(signum: int) -> int:
@@ -83,8 +85,28 @@ def _at_once(signum, frame):
     _come.append(signum)
 
 
+@contextlib.contextmanager
+def raising_later() -> Iterator[None]:
+    """What `end_in_order` has raised is raised at the end instead.
+
+    For code that swallows it: where JAX starts a plugin it prints the traceback and goes on.
+    """
+    _raises_later.set()
+    try:
+        yield
+    finally:
+        _raises_later.clear()
+        if _come:
+            _raise(_come[-1])
+
+
 def _in_order(signum, frame):
     _come.append(signum)
+    if not _raises_later.is_set():
+        _raise(signum)
+
+
+def _raise(signum: int) -> NoReturn:
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(code_of(signum))

@@ -109,6 +109,36 @@ def test_a_signal_swallowed_before_training_is_noted_by_training(
     assert process.wait(PATIENCE) == code
 
 
+RAISED_LATER = """
+import time
+from jaxscale.train import stop
+stop.end_at_once()
+stop.end_in_order()
+with stop.raising_later():
+    try:
+        print("ready", flush=True)
+        time.sleep(1)
+        print("undisturbed", flush=True)
+    except BaseException:
+        print("swallowed", flush=True)
+print("not stopped", flush=True)
+"""
+
+
+# The first by Python, which nobody has told of the code of a user who stops.
+@pytest.mark.parametrize(
+    "signum, code", [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, EXIT_AGAIN)]
+)
+def test_code_that_swallows_is_left_undisturbed_and_stopped_behind(
+    spawn, sigint_by_default, signum, code
+):
+    process = spawn([sys.executable, "-c", RAISED_LATER], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signum)
+    assert process.wait(PATIENCE) == code
+    assert process.stdout.read() == "undisturbed\n"
+
+
 ORDERLY = """
 import atexit, sys, threading, time
 from jaxscale.train import stop

@@ -48,6 +48,14 @@ def test_a_signal_in_the_first_seconds_ends_the_run_without_a_traceback(
     assert "Traceback" not in output and "KeyboardInterrupt" not in output, output
 
 
+def ended(spawn, code, *, signum) -> tuple[int, str]:
+    """(exit code, what it printed) of code that gets a signal once it has said that it is ready."""
+    process = spawn([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signum)
+    return process.wait(PATIENCE), process.stdout.read()
+
+
 # What holds the main thread in C, or swallows what a handler raises.
 HOLDS = {
     "in C": """
@@ -77,10 +85,8 @@ print("ready", flush=True)
 @pytest.mark.parametrize("phase", ["", "stop.end_in_order()"])
 def test_no_code_holds_the_end_up(spawn, sigint_by_default, hold, phase):
     code = HELD.format(hold=HOLDS[hold], phase=phase)
-    process = spawn([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE) == EXIT_AGAIN
+    exit_code, _ = ended(spawn, code, signum=signal.SIGTERM)
+    assert exit_code == EXIT_AGAIN
 
 
 SWALLOWED = """
@@ -103,10 +109,8 @@ with stop.interrupts() as noted:
 def test_a_signal_swallowed_before_training_is_noted_by_training(
     spawn, sigint_by_default, signum, code
 ):
-    process = spawn([sys.executable, "-c", SWALLOWED], stdout=subprocess.PIPE)
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signum)
-    assert process.wait(PATIENCE) == code
+    exit_code, _ = ended(spawn, SWALLOWED, signum=signum)
+    assert exit_code == code
 
 
 RAISED_LATER = """
@@ -132,11 +136,7 @@ print("not stopped", flush=True)
 def test_code_that_swallows_is_left_undisturbed_and_stopped_behind(
     spawn, sigint_by_default, signum, code
 ):
-    process = spawn([sys.executable, "-c", RAISED_LATER], stdout=subprocess.PIPE)
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signum)
-    assert process.wait(PATIENCE) == code
-    assert process.stdout.read() == "undisturbed\n"
+    assert ended(spawn, RAISED_LATER, signum=signum) == (code, "undisturbed\n")
 
 
 ORDERLY = """
@@ -153,11 +153,7 @@ finally:
 
 
 def test_before_training_temporary_files_can_be_removed(spawn):
-    process = spawn([sys.executable, "-c", ORDERLY], stdout=subprocess.PIPE)
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(PATIENCE) == EXIT_AGAIN
-    assert process.stdout.read() == "tidied up\n"
+    assert ended(spawn, ORDERLY, signum=signal.SIGUSR1) == (EXIT_AGAIN, "tidied up\n")
 
 
 FORKING = """

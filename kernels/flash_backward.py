@@ -10,20 +10,14 @@ programs too (eight products).
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxscale.kernels import flash_backward_dealt
-from jaxscale.kernels.flash_backward_keys import (
-    MAX_HEAD_SIZE_OF_FIVE,
-    WHOLE,
-    of_keys,
-    parts_of,
-)
+from jaxscale.kernels import flash_backward_dealt, flash_backward_large
+from jaxscale.kernels.flash_backward_keys import MAX_HEAD_SIZE_OF_FIVE, of_keys
 from jaxscale.kernels.flash_backward_queries import of_queries
 from jaxscale.kernels.flash_scores import Scores
 from jaxscale.kernels.flash_spans import Spans
@@ -52,12 +46,12 @@ def backward(
     options: dict[str, Any] = dict(spans=spans, scores=scores)
     begins = scores.begin(lse_BNS), -seen_BNS
     head_size = q_BSNH.shape[-1]
-    if in_order or head_size > MAX_HEAD_SIZE_OF_FIVE:
-        dk_dv = [
-            gradient
-            for part in parts_of(head_size)
-            for gradient in of_keys(operands, begins, part=part, dq=None, **options)
-        ]
+    is_large = head_size > MAX_HEAD_SIZE_OF_FIVE
+    if in_order or is_large:
+        if is_large:
+            dk_dv = flash_backward_large.of_keys(operands, begins, **options)
+        else:
+            dk_dv = of_keys(operands, begins, dq=None, **options)
         return of_queries(operands, begins, **options), *dk_dv
 
     # Zeros that wait for the gradient. XLA would make those of all layers as soon as it may: 15 GiB
@@ -67,7 +61,7 @@ def backward(
 
     # No cap: of 128 queries a step none was timed.
     is_wide = head_size == 64 and cap is None
-    make = flash_backward_dealt.of_keys if is_wide else functools.partial(of_keys, part=WHOLE)
+    make = flash_backward_dealt.of_keys if is_wide else of_keys
 
     def adding(dq_dk_dv):
         dq, dk, dv = dq_dk_dv

@@ -72,20 +72,13 @@ class Part:
 WHOLE = Part()
 # Head size 64: 0.91 to 0.93 ms instead of 1.09 on an H200 (docs/kernels.md).
 WIDE = Part(num_queries=128)
-# 128 keys and values and two tiles of queries are 192 of 227 KiB: there is room for one of
-# gradients, which are needed for dp alone and so not for long.
-OF_KEYS = Part(name="flash_attention_backward_of_keys", has_dv=False, grad_stages=1)
-OF_VALUES = Part(name="flash_attention_backward_of_values", has_dk=False)
 
 
-def parts_of(head_size: int) -> tuple[Part, ...]:
-    """The kernels that make dk and dv, in this order: one if a warpgroup has the registers for the
-    sums of both, 64 keys of each in float32."""
-    return (WHOLE,) if head_size <= MAX_HEAD_SIZE_OF_FIVE else (OF_KEYS, OF_VALUES)
+def of_keys(operands, begins, *, spans: Spans, scores: Scores, part: Part = WHOLE, dq, make=None):
+    """[dk, dv] or one of them; adds dq / scale to `dq`, a reference of float32, unless None.
 
-
-def of_keys(operands, begins, *, spans: Spans, scores: Scores, part: Part, dq):
-    """[dk, dv] or one of them; adds dq / scale to `dq`, a reference of float32, unless None."""
+    make: the class of the program, if not `OfKeys`.
+    """
     q_BSNH, k_BTKH, v_BTKV, _ = operands
     rows, num_keys, num_key_heads, _ = k_BTKH.shape
     visits = tiles_of_queries(spans, num_keys=num_keys, tile_q=part.num_queries, tile_k=TILE_K)
@@ -93,7 +86,7 @@ def of_keys(operands, begins, *, spans: Spans, scores: Scores, part: Part, dq):
     def program(*refs, **scratch):
         group = q_BSNH.shape[2] // num_key_heads
         options = dict(part=part, group=group, scores=scores)
-        run(OfKeys(*refs, **scratch, has_dq=dq is not None, **options))
+        run((make or OfKeys)(*refs, **scratch, has_dq=dq is not None, **options))
 
     program.__name__ = part.name
     made = [x for x, is_made in ((k_BTKH, part.has_dk), (v_BTKV, part.has_dv)) if is_made]
@@ -196,34 +189,32 @@ class OfKeys:
     def first_head(self):
         return self.place()[1] * self.group
 
-    def over_steps(self, visit):
-        """visit(i, head_and_tile, before=, is_whole=) of each step in order.
+    def over_steps(self, visit, handed=None):
+        """visit(i, head_and_tile, handed, is_whole=) of each step in order, which returns what it
+        hands to the next one; what the last one does is returned.
 
-        before: head and tile of queries of the step before, of the first step its own. Steps
-        without a mask come first, of one head after the other. Heads and tiles are counted on: with
-        divisions by numbers known at run time both passes took 3 to 8% longer on an H200 (head size
-        128).
+        Steps without a mask come first, of one head after the other. Heads and tiles are counted
+        on: with divisions by numbers known at run time both passes took 3 to 8% longer on an H200
+        (head size 128).
         """
         work = self.work()
 
-        def steps(before, *, is_whole):
+        def steps(handed, *, is_whole):
             begin, end = (jnp.int32(0), work.num_whole) if is_whole else (work.num_whole, work.num)
 
             def one(i, carried):
-                head, j, before = carried
-                head_and_tile = head, work.tile(j, is_whole)
-                visit(i, head_and_tile, before=before, is_whole=is_whole)
+                head, j, handed = carried
+                handed = visit(i, (head, work.tile(j, is_whole)), handed, is_whole=is_whole)
                 j += 1
                 if self.group > 1:
                     is_last = j == end
                     head, j = head + is_last.astype(head.dtype), jnp.where(is_last, begin, j)
-                return head, j, head_and_tile
+                return head, j, handed
 
-            carried = self.first_head(), begin, before
+            carried = self.first_head(), begin, handed
             return lax.fori_loop(self.group * begin, self.group * end, one, carried)[-1]
 
-        first = self.first_head(), work.tile(jnp.int32(0))
-        steps(steps(first, is_whole=True), is_whole=False)
+        return steps(steps(handed, is_whole=True), is_whole=False)
 
     def copy(self):
         plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
@@ -238,7 +229,8 @@ class OfKeys:
         if self.dk is not None:
             plgpu.copy_gmem_to_smem(of.v.at[keys], here.v_tile, keys_loaded)
 
-        def load_tile(i, head_and_tile, **_):
+        def load_tile(i, head_and_tile, handed, **_):
+            del handed
             head, tile = head_and_tile
             queries = self.queries(tile)
             for operand, statistic, tiles, statistics, loaded, used in (
@@ -324,10 +316,12 @@ class OfKeys:
         return pl.ds(lax.axis_index("warpgroup") * 64, 64)
 
     def all_steps(self, **sums):
-        self.over_steps(functools.partial(self.step, **sums))
+        # What is handed on: where the dq of a step is added, of the first one's zeros in its place.
+        first = self.first_head(), self.work().tile(jnp.int32(0))
+        self.over_steps(functools.partial(self.step, **sums), first)
         return {name: made[...] for name, made in sums.items()}
 
-    def step(self, i, head_and_tile, *, before, is_whole: bool, dk=None, dv=None):
+    def step(self, i, head_and_tile, before, *, is_whole: bool, dk, dv):
         here, mine = self.here, self.mine()
         q_slot = self.slot_of_step(i, STAGES)
         grad_slot = self.slot_of_step(i, here.grad_tiles.shape[0])
@@ -336,41 +330,35 @@ class OfKeys:
         plgpu.barrier_wait(here.q_loaded.at[q_slot])
         plgpu.barrier_wait(here.grad_loaded.at[grad_slot])
 
-        def issue(scores, dp=None):
+        def issue(scores, dp):
             if self.scores.cap is None:
-                begin = _begin(lse_tile)
+                begin = begin_of(lse_tile)
                 # At head size 64 of what scores begin with, before p and dp take registers.
                 if self.part.is_wide and not is_whole:
                     begin = self.masked(begin, head_and_tile, hidden=HIDDEN)
                 scores[...] = begin
-            if dk is not None:
-                dp[...] = _begin(here.seen_tiles.at[grad_slot])
+            dp[...] = begin_of(here.seen_tiles.at[grad_slot])
             plgpu.wgmma(scores, here.k_tile.at[mine], q_tile.transpose((1, 0)))
-            if dk is not None:
-                plgpu.wgmma(dp, here.v_tile.at[mine], grad_tile.transpose((1, 0)))
-            products = plgpu.wgmma_accumulator_load(scores, wait_n=int(dk is not None))
-            p, slope = self.scores.weights(products, lambda: _begin(lse_tile))
+            plgpu.wgmma(dp, here.v_tile.at[mine], grad_tile.transpose((1, 0)))
+            products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            p, slope = self.scores.weights(products, lambda: begin_of(lse_tile))
             if not is_whole and not self.part.is_wide:
                 p = self.masked(p, head_and_tile, hidden=0.0)
-            if dv is not None:
-                plgpu.wgmma(dv, p.astype(dtype), grad_tile)
-            if dk is not None:
-                dp = plgpu.wgmma_accumulator_load(dp, wait_n=int(dv is not None))
-                ds = ((p if slope is None else p * slope) * dp).astype(dtype)
-            if dv is None:
-                plgpu.barrier_arrive(here.grad_used.at[grad_slot])
+            plgpu.wgmma(dv, p.astype(dtype), grad_tile)
+            dp = plgpu.wgmma_accumulator_load(dp, wait_n=1)
+            ds = ((p if slope is None else p * slope) * dp).astype(dtype)
             if self.dq is not None:
                 self.hand_over(ds, self.slot_of_ds(i))
                 self.add_dq(i - 1, before, beside=lambda: plgpu.wgmma(dk, ds, q_tile))
-            elif dk is not None:
+            else:
                 plgpu.wgmma(dk, ds, q_tile)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(here.q_used.at[q_slot])
-            if dv is not None:
-                plgpu.barrier_arrive(here.grad_used.at[grad_slot])
+            plgpu.barrier_arrive(here.grad_used.at[grad_slot])
 
         tile = plgpu.ACC((64, self.part.num_queries), jnp.float32)
-        pl.run_scoped(issue, *([tile] if dk is None else [tile, tile]))
+        pl.run_scoped(issue, tile, tile)
+        return head_and_tile
 
     def masked(self, values, head_and_tile, *, hidden: float):
         """Of keys and queries, `hidden` where a query does not see a key."""
@@ -458,7 +446,7 @@ def _per_query(ref):
     return load(ref, layout=PER_QUERY, optimized=False)
 
 
-def _begin(ref):
+def begin_of(ref):
     """What sums over the head begin with: of each query the same for all keys."""
     values = load(ref, layout=PER_QUERY)
     tile = lax.broadcast_in_dim(values, (64, *values.shape), [1])

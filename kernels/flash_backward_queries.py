@@ -1,7 +1,8 @@
 """Flash attention's dq for Hopper by itself, in one order: a program for each tile of queries.
 
 It has 128 queries of one head, 64 for each of two warpgroups that compute, and goes over the tiles
-of keys that they see. Three products: scores, dp and dq.
+of keys that they see. Three products: scores, dp, and the one that adds to dq, issued in the next
+step (as for dk in `flash_backward_large.py`).
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
@@ -120,9 +121,17 @@ class _OfQueries:
 
         def all_tiles(dq):
             num_whole = of.work().num_whole
-            step = functools.partial(self.step, dq=dq, of_rows=of_rows)
-            pl.loop(0, num_whole)(functools.partial(step, is_whole=True))
-            pl.loop(num_whole, of.work().num)(functools.partial(step, is_whole=False))
+            num, step = of.work().num, functools.partial(self.step, dq=dq, of_rows=of_rows)
+            zeros = jnp.zeros((64, TILE_K), self.dq.dtype)
+            ds = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+            ds = lax.fori_loop(0, num_whole, functools.partial(step, is_whole=True), ds)
+            ds = lax.fori_loop(num_whole, num, functools.partial(step, is_whole=False), ds)
+
+            @pl.when(num > 0)
+            def add_last():
+                plgpu.wgmma(dq, ds, here.k_tiles.at[lax.rem(num - 1, STAGES)])
+                plgpu.wgmma_wait(0)
+
             return dq[...]
 
         dq = pl.run_scoped(all_tiles, plgpu.ACC((64, of.q.shape[-1]), jnp.float32))
@@ -131,38 +140,44 @@ class _OfQueries:
         plgpu.copy_smem_to_gmem(q_tile, self.dq.at[row, queries, head])
         plgpu.wait_smem_to_gmem(0)
 
-    def step(self, i, *, dq, of_rows, is_whole: bool):
+    def step(self, i, ds_before, *, dq, of_rows, is_whole: bool):
+        """The first one adds zeros times its own tile of keys."""
         here, warpgroup = self.here, lax.axis_index("warpgroup")
         k_slot, v_slot = (lax.rem(i, tiles.shape[0]) for tiles in (here.k_tiles, here.v_tiles))
+        k_before = lax.rem(jnp.maximum(i - 1, 0), STAGES)
         k_tile, v_tile = here.k_tiles.at[k_slot], here.v_tiles.at[v_slot]
         lse, seen, first, last = of_rows
         plgpu.barrier_wait(here.k_loaded.at[k_slot])
-        plgpu.barrier_wait(here.v_loaded.at[v_slot])
 
         def begin(values):
             tile = lax.broadcast_in_dim(values, (64, TILE_K), [0])
             return plgpu.layout_cast(tile, plgpu.Layout.WGMMA)
 
-        def products(scores, dp):
+        def make_p(scores):
             if self.scores.cap is None:
                 scores[...] = begin(lse)
-            dp[...] = begin(seen)
+            plgpu.wgmma(dq, ds_before, here.k_tiles.at[k_before])
             plgpu.wgmma(scores, here.q_tile.at[warpgroup], k_tile.transpose((1, 0)))
-            plgpu.wgmma(dp, here.grad_tile.at[warpgroup], v_tile.transpose((1, 0)))
-            products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            products = plgpu.wgmma_accumulator_load(scores)
+            pl.when(i > 0)(lambda: plgpu.barrier_arrive(here.k_used.at[k_before]))
             p, slope = self.scores.weights(products, lambda: begin(lse))
             if not is_whole:
                 key = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=plgpu.Layout.WGMMA)
                 key += self.operands.work().tile(i) * TILE_K
                 p = jnp.where((key >= by_row(first, p)) & (key < by_row(last, p)), p, 0.0)
-            ds = (p if slope is None else p * slope) * plgpu.wgmma_accumulator_load(dp)
+            return p if slope is None else p * slope
+
+        def make_ds(dp, p):
+            dp[...] = begin(seen)
+            plgpu.wgmma(dp, here.grad_tile.at[warpgroup], v_tile.transpose((1, 0)))
+            ds = p * plgpu.wgmma_accumulator_load(dp)
             plgpu.barrier_arrive(here.v_used.at[v_slot])
-            plgpu.wgmma(dq, ds.astype(self.dq.dtype), k_tile)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(here.k_used.at[k_slot])
+            return ds.astype(self.dq.dtype)
 
         tile = plgpu.ACC((64, TILE_K), jnp.float32)
-        pl.run_scoped(products, tile, tile)
+        p = pl.run_scoped(make_p, tile)
+        plgpu.barrier_wait(here.v_loaded.at[v_slot])
+        return pl.run_scoped(functools.partial(make_ds, p=p), tile)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -176,6 +176,20 @@ def test_backward_with_a_cap_and_of_other_head_sizes(sizes, deterministic):
     assert_gradients_are(*gradients("no whole tiles", sizes, cap=cap, deterministic=deterministic))
 
 
+# Steps without a mask and with one, none at all, and several heads: what is added a step late.
+LATE = [
+    ("one document", (256, 256)),
+    ("documents, padding, shared keys", (192, 128)),
+    ("nothing but padding", (256, 256)),
+    ("window", (128, 128)),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), LATE)
+def test_backward_with_sums_a_step_late(name, sizes):
+    assert_gradients_are(*gradients(name, sizes, deterministic=True))
+
+
 DOCUMENTS = [100, 996, 2000, 1000]
 
 

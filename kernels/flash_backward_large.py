@@ -1,0 +1,138 @@
+"""Flash attention's dk and dv for Hopper, at head sizes beyond 128: a kernel for each.
+
+A warpgroup has no registers for the sums of both. The programs are those of `flash_backward_keys`,
+without dq, but a step's last product, which adds to dk or dv, is issued in the next step: then it
+is one wait with that step's scores, or runs beside exp. Both passes are 2.7% faster so at head size
+256 on an H200 and 1.0% at 192/128, and nothing is spilled (docs/kernels.md).
+
+B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxscale.kernels import flash_backward_keys
+from jaxscale.kernels.flash_backward_keys import OfKeys, Part, begin_of
+from jaxscale.kernels.flash_scores import STAGES, wait_if
+
+# 128 keys and values and two tiles of queries are 192 of 227 KiB: there is room for one of
+# gradients, which are needed for dp alone and so not for long.
+OF_KEYS = Part(name="flash_attention_backward_of_keys", has_dv=False, grad_stages=1)
+OF_VALUES = Part(name="flash_attention_backward_of_values", has_dk=False)
+
+
+def of_keys(operands, begins, **options: Any):
+    """As that of `flash_backward_keys`: [dk, dv]."""
+    make = functools.partial(flash_backward_keys.of_keys, operands, begins, dq=None, **options)
+    return *make(part=OF_KEYS, make=_OfKeys), *make(part=OF_VALUES, make=_OfValues)
+
+
+class _Late(OfKeys):
+    """Adds to one sum, and a step late: `late_step` returns what the next one multiplies with a
+    tile of `added_tiles`."""
+
+    late_step: Any
+    added_tiles: Any
+
+    def all_steps(self, **sums):
+        ((name, made),) = sums.items()
+        zeros = jnp.zeros((64, self.part.num_queries), self.operands.q.dtype)
+        zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        last = self.over_steps(functools.partial(self.late_step, made=made), zeros)
+        num_steps = self.num_steps()
+
+        @pl.when(num_steps > 0)
+        def add_last():
+            plgpu.wgmma(made, last, self.added_tiles().at[self.slot_of_step(num_steps - 1, STAGES)])
+            plgpu.wgmma_wait(0)
+
+        return {name: made[...]}
+
+    def slots(self, i):
+        """Of a step and of the one before; the first step adds zeros times its own tile."""
+        return tuple(self.slot_of_step(step, STAGES) for step in (i, jnp.maximum(i - 1, 0)))
+
+    def begin_scores(self, scores, slot):
+        if self.scores.cap is None:
+            scores[...] = begin_of(self.here.lse_tiles.at[slot])
+
+    def issue_scores(self, scores, slot):
+        q_tile = self.here.q_tiles.at[slot]
+        plgpu.wgmma(scores, self.here.k_tile.at[self.mine()], q_tile.transpose((1, 0)))
+
+    def weights(self, products, slot, head_and_tile, *, is_whole: bool):
+        """As that of `Scores`, with a mask."""
+        lse_tile = self.here.lse_tiles.at[slot]
+        p, slope = self.scores.weights(products, lambda: begin_of(lse_tile))
+        return (p if is_whole else self.masked(p, head_and_tile, hidden=0.0)), slope
+
+    def tile(self):
+        return plgpu.ACC((64, self.part.num_queries), jnp.float32)
+
+
+class _OfKeys(_Late):
+    """Three products: scores, dp and dk."""
+
+    def added_tiles(self):
+        return self.here.q_tiles
+
+    def late_step(self, i, head_and_tile, ds_before, *, is_whole: bool, made):
+        here, (slot, slot_before) = self.here, self.slots(i)
+        grad_slot = self.slot_of_step(i, self.part.grad_stages)
+        plgpu.barrier_wait(here.q_loaded.at[slot])
+
+        def make_p(scores):
+            self.begin_scores(scores, slot)
+            plgpu.wgmma(made, ds_before, here.q_tiles.at[slot_before])
+            self.issue_scores(scores, slot)
+            # Waits for both: the tile before is free as soon as can be, and the one that comes in
+            # its place has most of a step for its way. With scores first, and the sum's product
+            # beside exp, both passes took 7 to 9% longer.
+            products = plgpu.wgmma_accumulator_load(scores)
+            pl.when(i > 0)(lambda: plgpu.barrier_arrive(here.q_used.at[slot_before]))
+            p, slope = self.weights(products, slot, head_and_tile, is_whole=is_whole)
+            return p if slope is None else p * slope
+
+        def make_ds(dp, p):
+            dp[...] = begin_of(here.seen_tiles.at[grad_slot])
+            grad_tile = here.grad_tiles.at[grad_slot]
+            plgpu.wgmma(dp, here.v_tile.at[self.mine()], grad_tile.transpose((1, 0)))
+            ds = p * plgpu.wgmma_accumulator_load(dp)
+            plgpu.barrier_arrive(here.grad_used.at[grad_slot])
+            return ds.astype(self.operands.q.dtype)
+
+        p = pl.run_scoped(make_p, self.tile())
+        plgpu.barrier_wait(here.grad_loaded.at[grad_slot])
+        return pl.run_scoped(functools.partial(make_ds, p=p), self.tile())
+
+
+class _OfValues(_Late):
+    """Two products: scores and dv."""
+
+    def added_tiles(self):
+        return self.here.grad_tiles
+
+    def late_step(self, i, head_and_tile, p_before, *, is_whole: bool, made):
+        here, (slot, slot_before) = self.here, self.slots(i)
+        plgpu.barrier_wait(here.q_loaded.at[slot])
+        wait_if(i == 0, here.grad_loaded.at[slot])
+
+        def make_p(scores):
+            self.begin_scores(scores, slot)
+            self.issue_scores(scores, slot)
+            plgpu.wgmma(made, p_before, here.grad_tiles.at[slot_before])
+            products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            p, _ = self.weights(products, slot, head_and_tile, is_whole=is_whole)
+            return p.astype(self.operands.q.dtype)
+
+        p = pl.run_scoped(make_p, self.tile())
+        # Here, so that ptxas does not move the wait for dv before exp: over a branch it does not.
+        wait_if(i > 0, here.grad_loaded.at[slot])
+        plgpu.barrier_arrive(here.q_used.at[slot])
+        plgpu.wgmma_wait(0)
+        pl.when(i > 0)(lambda: plgpu.barrier_arrive(here.grad_used.at[slot_before]))
+        return p

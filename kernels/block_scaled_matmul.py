@@ -64,8 +64,9 @@ def multiply(lhs_MK, rhs_NK, *, lhs_scale, rhs_scale, out_dtype):
 
     lhs_scale: float32 [L, K / 128], and rhs_scale [R, K / 128]: one for each 128 of the sum, and
     for each row or each 128 rows of the operand. Both with the summed dimension last, e4m3 or
-    e5m2.
+    e5m2. Raises ValueError, which names the array, where sizes do not fit.
     """
+    _check(lhs_MK, rhs_NK, lhs=lhs_scale, rhs=rhs_scale)
     (num_rows, size), num_columns = lhs_MK.shape, rhs_NK.shape[0]
     tiled = plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128)
 
@@ -103,6 +104,20 @@ def multiply(lhs_MK, rhs_NK, *, lhs_scale, rhs_scale, out_dtype):
     lhs_scale = _by_line(lhs_scale, num_lines=num_rows)
     y_MN = kernel(lhs_by_block, rhs_NK, lhs_scale.T, rhs_scale.T)
     return varying.as_operands(y_MN, lhs_MK, rhs_NK)
+
+
+def _check(lhs_MK, rhs_NK, **scales) -> None:
+    if lhs_MK.shape[1] != rhs_NK.shape[1]:
+        raise ValueError(
+            f"lhs has {lhs_MK.shape[1]} columns and rhs {rhs_NK.shape[1]}; they must be as many"
+        )
+    for (name, scale), operand in zip(scales.items(), (lhs_MK, rhs_NK), strict=True):
+        num_lines, size = operand.shape
+        by_line, by_tile = ((lines, size // BLOCK) for lines in (num_lines, num_lines // TILE))
+        if scale.shape not in (by_line, by_tile):
+            raise ValueError(
+                f"{name}_scale has the shape {scale.shape}; it must be {by_line} or {by_tile}"
+            )
 
 
 def _by_line(scale, *, num_lines: int):

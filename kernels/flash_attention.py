@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.kernels import (
+    attention_arguments,
     flash_backward,
     flash_forward,
     flash_forward_dealt,
@@ -87,8 +88,12 @@ def attention(
     cap * tanh(score / cap), by the GPU's own tanh, which is right to 5e-4 of itself. deterministic:
     the backward pass gives the same bits each time, for two products more up to head size 128 and
     for nothing beyond. Returns [B, S, N, V] in the input dtype; statistics are float32.
+
+    Raises ValueError, which names the array, for arrays that do not belong together.
     """
-    spans = flash_spans.of_segments(documents.segments_BS, window=window)
+    segments_BS = documents.segments_BS
+    attention_arguments.check(q_BSNH, k_BTKH, v_BTKV, segments_BS=segments_BS)
+    spans = flash_spans.of_segments(segments_BS, window=window)
     return _attention(q_BSNH, k_BTKH, v_BTKV, spans, _Options(scale, cap, deterministic))
 
 

@@ -190,7 +190,7 @@ class OfKeys:
         return self.place()[1] * self.group
 
     def over_steps(self, visit, handed=None):
-        """visit(i, head_and_tile, handed, is_whole=) of each step in order, which returns what it
+        """visit(i, head_and_tile, handed=, is_whole=) of each step in order, which returns what it
         hands to the next one; what the last one does is returned.
 
         Steps without a mask come first, of one head after the other. Heads and tiles are counted
@@ -204,7 +204,8 @@ class OfKeys:
 
             def one(i, carried):
                 head, j, handed = carried
-                handed = visit(i, (head, work.tile(j, is_whole)), handed, is_whole=is_whole)
+                head_and_tile = head, work.tile(j, is_whole)
+                handed = visit(i, head_and_tile, handed=handed, is_whole=is_whole)
                 j += 1
                 if self.group > 1:
                     is_last = j == end
@@ -229,8 +230,7 @@ class OfKeys:
         if self.dk is not None:
             plgpu.copy_gmem_to_smem(of.v.at[keys], here.v_tile, keys_loaded)
 
-        def load_tile(i, head_and_tile, handed, **_):
-            del handed
+        def load_tile(i, head_and_tile, **_):
             head, tile = head_and_tile
             queries = self.queries(tile)
             for operand, statistic, tiles, statistics, loaded, used in (
@@ -321,7 +321,7 @@ class OfKeys:
         self.over_steps(functools.partial(self.step, **sums), first)
         return {name: made[...] for name, made in sums.items()}
 
-    def step(self, i, head_and_tile, before, *, is_whole: bool, dk, dv):
+    def step(self, i, head_and_tile, *, handed, is_whole: bool, dk, dv):
         here, mine = self.here, self.mine()
         q_slot = self.slot_of_step(i, STAGES)
         grad_slot = self.slot_of_step(i, here.grad_tiles.shape[0])
@@ -349,7 +349,7 @@ class OfKeys:
             ds = ((p if slope is None else p * slope) * dp).astype(dtype)
             if self.dq is not None:
                 self.hand_over(ds, self.slot_of_ds(i))
-                self.add_dq(i - 1, before, beside=lambda: plgpu.wgmma(dk, ds, q_tile))
+                self.add_dq(i - 1, handed, beside=lambda: plgpu.wgmma(dk, ds, q_tile))
             else:
                 plgpu.wgmma(dk, ds, q_tile)
             plgpu.wgmma_wait(0)

@@ -64,7 +64,7 @@ class _Late(OfKeys):
         q_tile = self.here.q_tiles.at[slot]
         plgpu.wgmma(scores, self.here.k_tile.at[self.mine()], q_tile.transpose((1, 0)))
 
-    def weights(self, products, slot, head_and_tile, *, is_whole: bool):
+    def weights(self, products, head_and_tile, *, slot, is_whole: bool):
         """As that of `Scores`, with a mask."""
         lse_tile = self.here.lse_tiles.at[slot]
         p, slope = self.scores.weights(products, lambda: begin_of(lse_tile))
@@ -80,21 +80,21 @@ class _OfKeys(_Late):
     def added_tiles(self):
         return self.here.q_tiles
 
-    def late_step(self, i, head_and_tile, ds_before, *, is_whole: bool, made):
+    def late_step(self, i, head_and_tile, *, handed, is_whole: bool, made):
         here, (slot, slot_before) = self.here, self.slots(i)
         grad_slot = self.slot_of_step(i, self.part.grad_stages)
         plgpu.barrier_wait(here.q_loaded.at[slot])
 
         def make_p(scores):
             self.begin_scores(scores, slot)
-            plgpu.wgmma(made, ds_before, here.q_tiles.at[slot_before])
+            plgpu.wgmma(made, handed, here.q_tiles.at[slot_before])
             self.issue_scores(scores, slot)
             # Waits for both: the tile before is free as soon as can be, and the one that comes in
             # its place has most of a step for its way. With scores first, and the sum's product
             # beside exp, both passes took 7 to 9% longer.
             products = plgpu.wgmma_accumulator_load(scores)
             pl.when(i > 0)(lambda: plgpu.barrier_arrive(here.q_used.at[slot_before]))
-            p, slope = self.weights(products, slot, head_and_tile, is_whole=is_whole)
+            p, slope = self.weights(products, head_and_tile, slot=slot, is_whole=is_whole)
             return p if slope is None else p * slope
 
         def make_ds(dp, p):
@@ -116,7 +116,7 @@ class _OfValues(_Late):
     def added_tiles(self):
         return self.here.grad_tiles
 
-    def late_step(self, i, head_and_tile, p_before, *, is_whole: bool, made):
+    def late_step(self, i, head_and_tile, *, handed, is_whole: bool, made):
         here, (slot, slot_before) = self.here, self.slots(i)
         plgpu.barrier_wait(here.q_loaded.at[slot])
         wait_if(i == 0, here.grad_loaded.at[slot])
@@ -124,9 +124,9 @@ class _OfValues(_Late):
         def make_p(scores):
             self.begin_scores(scores, slot)
             self.issue_scores(scores, slot)
-            plgpu.wgmma(made, p_before, here.grad_tiles.at[slot_before])
+            plgpu.wgmma(made, handed, here.grad_tiles.at[slot_before])
             products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-            p, _ = self.weights(products, slot, head_and_tile, is_whole=is_whole)
+            p, _ = self.weights(products, head_and_tile, slot=slot, is_whole=is_whole)
             return p.astype(self.operands.q.dtype)
 
         p = pl.run_scoped(make_p, self.tile())

@@ -12,7 +12,12 @@ import jax
 from jaxscale import sharding as shd
 from jaxscale import warned
 from jaxscale.config import Attention
-from jaxscale.kernels import cudnn_attention, flash_attention, xla_attention
+from jaxscale.kernels import (
+    attention_arguments,
+    cudnn_attention,
+    flash_attention,
+    xla_attention,
+)
 from jaxscale.ops import context
 from jaxscale.ops.documents import Documents
 from jaxscale.ops.execution import Execution
@@ -100,14 +105,22 @@ def attention(
     splits `seq`, and none that splits `attn_seq`, the devices exchange sequence for heads. Heads
     may be split over more devices than key heads are: then each device takes, of those it has, the
     ones that its query heads share.
+
+    Raises ValueError, which names the array, for arrays that do not belong together
+    (`kernels/attention_arguments.py`).
     """
+    here = documents.fresh if isinstance(documents, Kept) else documents
+    segments_BS = None if here is None else here.segments_BS
+    seq_axes = shd.mesh_axes("attn_seq")
+    attention_arguments.check(
+        q_BSNH, k_BSKH, v_BSKV, segments_BS=segments_BS, is_dealt=bool(seq_axes)
+    )
     options: dict[str, Any] = dict(scale=scale or q_BSNH.shape[-1] ** -0.5, window=window, cap=cap)
     if isinstance(documents, Kept):
         documents.keep(k_BSKH, v_BSKV)
         if documents.fresh is None:
             return documents.attend(q_BSNH, **options)
         documents = documents.fresh
-    seq_axes = shd.mesh_axes("attn_seq")
     v_head_size = v_BSKV.shape[-1]
     kernel = choose(
         q_BSNH,

@@ -1,5 +1,6 @@
 """Block-scaled products against NumPy: interpreted, with its races looked for, where no GPU is."""
 
+import re
 from typing import Any
 
 import jax
@@ -96,3 +97,22 @@ def test_what_it_cannot_run_is_told(reason):
     rhs = jax.ShapeDtypeStruct((128, 256), jnp.float8_e5m2)
     found = kernel.supported(lhs, rhs, **case)
     assert found is not None and reason in found
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("lhs has 128 columns and rhs 256", dict(rhs=(128, 256), rhs_scale=(1, 2))),
+        (
+            "lhs_scale has the shape (128, 2); it must be (128, 1) or (1, 1)",
+            dict(lhs_scale=(128, 2)),
+        ),
+        ("rhs_scale has the shape (2, 1); it must be (128, 1) or (1, 1)", dict(rhs_scale=(2, 1))),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(message, change):
+    shapes = dict(lhs=(128, 128), rhs=(128, 128), lhs_scale=(128, 1), rhs_scale=(1, 1)) | change
+    lhs, rhs = (jnp.zeros(shapes[name], jnp.float8_e4m3fn) for name in ("lhs", "rhs"))
+    scales = {name: jnp.ones(shapes[name]) for name in ("lhs_scale", "rhs_scale")}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kernel.multiply(lhs, rhs, **scales, out_dtype=jnp.bfloat16)

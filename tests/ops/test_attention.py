@@ -1,5 +1,6 @@
 """Which attention runs, and that it says no rather than run out of memory."""
 
+import re
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jaxscale.config import Attention
 from jaxscale.kernels import cudnn_attention, flash_attention, hopper, xla_attention
 from jaxscale.ops.attention import attention
 from jaxscale.ops.attention import choose as choose_kernel
-from jaxscale.ops.documents import documents_of
+from jaxscale.ops.documents import Documents, documents_of
 from jaxscale.ops.execution import Execution
 
 
@@ -138,3 +139,41 @@ def test_values_may_have_a_head_size_of_their_own():
     padded = attention(q, k, jnp.pad(v, [(0, 0)] * 3 + [(0, 4)]), **options)
     assert out.shape == (1, 16, 4, 8)
     np.testing.assert_allclose(out, padded[..., :8], rtol=1e-6)
+
+
+def zeros(*shape, dtype=jnp.bfloat16):
+    return jnp.zeros(shape, dtype)
+
+
+def rows(*rows, dtype=jnp.int32):
+    return jnp.asarray(rows, dtype)
+
+
+# What stands in place of an array that fits.
+MISTAKES: dict[str, dict[str, Any]] = {
+    "q has the shape (8, 4, 64); it must be [rows, tokens, heads,": dict(q=zeros(8, 4, 64)),
+    "q is int32; it must be of floats": dict(q=zeros(2, 8, 4, 64, dtype=jnp.int32)),
+    "k is float32; it must be bfloat16 as q": dict(k=zeros(2, 8, 2, 64, dtype=jnp.float32)),
+    "k has 2 rows of 9 tokens; it must have those of q, 2 rows of 8": dict(k=zeros(2, 9, 2, 64)),
+    "k has the head size 32; it must have that of q, 64": dict(k=zeros(2, 8, 2, 32)),
+    "v has 2 rows of 8 tokens and 1 heads; it must have": dict(v=zeros(2, 8, 1, 64)),
+    "q has 3 heads and k 2; those of q must be a multiple": dict(q=zeros(2, 8, 3, 64)),
+    "segments has the shape (2, 4); it must be (2, 8)": dict(segments=rows([1] * 4, [1] * 4)),
+    "segments is float32": dict(segments=rows([1] * 8, [1] * 8, dtype=jnp.float32)),
+    "document 1 in 2 places of row 1": dict(segments=rows([1] * 8, [1, 1, 2, 2, 1, 1, 0, 0])),
+    "the number -1 in row 0; documents are": dict(segments=rows([-1] * 8, [1] * 8)),
+}
+
+
+@pytest.mark.parametrize("is_kernel", [False, True])
+@pytest.mark.parametrize("message", MISTAKES)
+def test_arrays_that_do_not_belong_together_are_refused_by_name(message, is_kernel):
+    fitting = dict(q=zeros(2, 8, 4, 64), k=zeros(2, 8, 2, 64), v=zeros(2, 8, 2, 64))
+    fitting["segments"] = rows([1] * 8, [1, 1, 2, 2, 2, 3, 0, 0])
+    *arrays, segments = (fitting | MISTAKES[message]).values()
+    options: dict[str, Any] = dict(documents=Documents(segments, segments, segments), scale=0.125)
+    attend = flash_attention.attention if is_kernel else attention
+    if not is_kernel:
+        options["execution"] = Execution(platform="cpu")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attend(*arrays, **options)

@@ -1,0 +1,85 @@
+"""What attention's arrays must be to one another, said before a kernel is chosen or traced.
+
+B rows, S sequence, N query heads, K key heads, H head size, V head size of the values.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+DIMENSIONS = "[rows, tokens, heads, head size]"
+
+
+def check(q_BSNH, k_BSKH, v_BSKV, *, segments_BS: Any = None, is_dealt: bool = False) -> None:
+    """Raises ValueError, which names the array, unless they can be attended to together.
+
+    segments_BS: the documents' numbers, int32 [rows, tokens], 0 for padding, if there are any.
+    Whether a document's tokens stand together is looked at where values are at hand: not of what
+    is being traced, or lies on other hosts. is_dealt: they do not, as rows are dealt to devices
+    that share them.
+    """
+    arrays = {"q": q_BSNH, "k": k_BSKH, "v": v_BSKV}
+    for name, x in arrays.items():
+        if x.ndim != 4:
+            raise ValueError(f"{name} has the shape {x.shape}; it must be {DIMENSIONS}")
+        if x.dtype != q_BSNH.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+            wanted = "of floats" if name == "q" else f"{q_BSNH.dtype} as q"
+            raise ValueError(f"{name} is {x.dtype}; it must be {wanted}")
+    if k_BSKH.shape[:2] != q_BSNH.shape[:2]:
+        raise ValueError(f"k has {_counted(k_BSKH)}; it must have those of q, {_counted(q_BSNH)}")
+    if k_BSKH.shape[3] != q_BSNH.shape[3]:
+        raise ValueError(
+            f"k has the head size {k_BSKH.shape[3]}; it must have that of q, {q_BSNH.shape[3]}"
+        )
+    if v_BSKV.shape[:3] != k_BSKH.shape[:3]:
+        raise ValueError(
+            f"v has {_counted(v_BSKV)} and {v_BSKV.shape[2]} heads; it must have those of k, "
+            f"{_counted(k_BSKH)} and {k_BSKH.shape[2]} heads"
+        )
+    num_heads, num_kv_heads = q_BSNH.shape[2], k_BSKH.shape[2]
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"q has {num_heads} heads and k {num_kv_heads}; those of q must be a multiple of "
+            f"those of k"
+        )
+    if segments_BS is not None:
+        _check_segments(segments_BS, rows_and_tokens=q_BSNH.shape[:2])
+        if not is_dealt and _is_at_hand(segments_BS):
+            _check_documents(np.asarray(segments_BS))
+
+
+def _counted(x_BSKH) -> str:
+    return f"{x_BSKH.shape[0]} rows of {x_BSKH.shape[1]} tokens"
+
+
+def _check_segments(segments_BS, *, rows_and_tokens: tuple[int, int]) -> None:
+    if segments_BS.shape != rows_and_tokens:
+        raise ValueError(
+            f"segments has the shape {segments_BS.shape}; it must be {rows_and_tokens}, the rows "
+            f"and tokens of q"
+        )
+    if not jnp.issubdtype(segments_BS.dtype, jnp.integer):
+        raise ValueError(f"segments is {segments_BS.dtype}; it must be of integers")
+
+
+def _is_at_hand(x) -> bool:
+    is_traced = isinstance(x, jax.core.Tracer)
+    return not is_traced and (not isinstance(x, jax.Array) or x.is_fully_addressable)
+
+
+def _check_documents(segments_BS: np.ndarray) -> None:
+    for row, segments_S in enumerate(segments_BS):
+        begins = np.flatnonzero(np.diff(segments_S, prepend=0))
+        numbers, counts = np.unique(segments_S[begins], return_counts=True)
+        if (numbers < 0).any():
+            raise ValueError(
+                f"segments has the number {numbers.min()} in row {row}; documents are numbered "
+                f"from 1, and 0 is padding"
+            )
+        if apart := [int(n) for n in numbers[(counts > 1) & (numbers > 0)]]:
+            raise ValueError(
+                f"segments has tokens of document {apart[0]} in {counts[numbers == apart[0]][0]} "
+                f"places of row {row}; a document's tokens must stand together"
+            )

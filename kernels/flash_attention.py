@@ -201,8 +201,8 @@ def _backward(
 ):
     seq, num_keys = q_BSNH.shape[1], k_BTKH.shape[1]
     seen_BNS = jnp.einsum("BSNV,BSNV->BNS", out_BSNV, grad_BSNV, preferred_element_type=jnp.float32)
-    # Of a query that sees nothing any will do that is finite.
-    lse_BNS = jnp.where(lse_BNS > NOTHING / 2, lse_BNS, 0.0)
+    # Of a query that sees nothing any will do that is finite. NaN stays, and spoils what it did.
+    lse_BNS = jnp.where(lse_BNS <= NOTHING / 2, 0.0, lse_BNS)
     dq_BSNH, dk_BTKH, dv_BTKV = flash_backward.backward(
         *(_padded(x) for x in (q_BSNH, k_BTKH, v_BTKV)),
         grad_BSNV=_padded(grad_BSNV.astype(q_BSNH.dtype)),

@@ -5,7 +5,7 @@ dq to what other programs add. The order of those additions is not fixed. For a 
 to the bit, dq is made in a program of its own, by tile of queries (`flash_backward_queries.py`):
 two products more. So it is for head sizes of which the sums for five products do not fit in
 registers: 192 for queries and keys with 128 for values, and 256, of which dk and dv are made in two
-programs too (eight products).
+programs too (`flash_backward_large.py`; eight products).
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """

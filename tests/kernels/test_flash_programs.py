@@ -190,6 +190,38 @@ def test_backward_with_sums_a_step_late(name, sizes):
     assert_gradients_are(*gradients(name, sizes, deterministic=True))
 
 
+TOKEN = 50  # of the first document of 120
+BAD = [("q", np.nan), ("q", np.inf), ("k", np.nan), ("k", np.inf), ("v", np.inf)]
+
+
+@pytest.mark.parametrize(("name", "bad"), BAD)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_what_is_not_finite_spoils_what_sees_it_and_no_other_head(name, bad, *, size):
+    arrays, segments, _ = operands("no whole tiles", (size, size))
+    token = np.arange(segments.shape[1])
+    of_document = segments[0] == 1
+    of_query = token == TOKEN if name == "q" else of_document & (token >= TOKEN)
+    if name == "k" and bad == np.inf:  # else the score is -inf, and its p is 0
+        of_query &= np.asarray(arrays[0][0, :, 0, 3] > 0)
+    of_key = of_document & (token <= np.flatnonzero(of_query).max())
+    spoiled = dict(out=of_query, dq=of_query, dk=of_key, dv=of_key)
+    if name == "v":
+        spoiled["dv"] = np.zeros_like(of_key)  # p does not depend on it
+    where = "qkv".index(name)
+    arrays[where] = arrays[where].at[0, TOKEN, 0, 3].set(bad)
+
+    documents = documents_of(segments, segments, max_documents=8)
+    options: dict[str, Any] = dict(documents=documents, scale=size**-0.5)
+    with interpreted(), np.errstate(all="ignore"):
+        out, pull = jax.vjp(functools.partial(flash_attention.attention, **options), *arrays[:3])
+        made = dict(zip(spoiled, (out, *pull(arrays[3])), strict=True))
+    for what, tokens in spoiled.items():
+        is_finite = np.isfinite(np.asarray(made[what], np.float64)[0]).all(axis=-1)
+        assert is_finite[:, 1].all(), what
+        assert not is_finite[tokens, 0].any(), what
+        assert tokens.any() or is_finite[:, 0].all(), what
+
+
 DOCUMENTS = [100, 996, 2000, 1000]
 
 

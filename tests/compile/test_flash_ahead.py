@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxscale import sharding as shd
 from jaxscale.command_line import read_config
 from jaxscale.compile import ahead
-from jaxscale.config import MeshConfig
+from jaxscale.config import Attention, MeshConfig
 from jaxscale.kernels import flash_attention, hopper
 from jaxscale.models import gemma
+from jaxscale.ops.attention import attention
 from jaxscale.ops.documents import documents_of
+from jaxscale.ops.execution import Execution
 
 pytestmark = [
     pytest.mark.skipif(ahead.missing() is not None, reason=str(ahead.missing())),
@@ -105,3 +108,51 @@ def test_gemma_2_trains_on_long_rows_with_it():
     # A local layer and a global one; what comes out is kept for the backward pass.
     assert counts["flash_attention_forward"] == 2
     assert counts["flash_attention_backward_of_queries"] == 2
+
+
+RULES = shd.Rules(
+    batch=("data", "fsdp"),
+    seq=None,
+    heads="tensor",
+    attn_seq=None,
+    attn_heads="tensor",
+    attn_kv_heads="tensor",
+    head=None,
+)
+COLLECTIVE = re.compile(r"\b(all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)")
+LAYOUTS = {
+    "rows": dict(fsdp=4),
+    "heads": dict(tensor=4),
+    "rows and heads": dict(fsdp=2, tensor=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_split_over_rows_and_heads_it_sends_nothing(layout):
+    """Each device runs both passes on the rows and heads that it has."""
+    mesh = shd.make_mesh(
+        LAYOUTS[layout], devices=ahead.devices_of("h100", hosts=1, gpus_per_host=4)
+    )
+    execution = Execution(platform="gpu", attention=Attention.FLASH)
+
+    def both(q, k, v, grad, segments):
+        documents = documents_of(segments, segments, max_documents=8)
+        options: dict[str, Any] = dict(documents=documents, execution=execution)
+        out, pull = jax.vjp(functools.partial(attention, **options), q, k, v)
+        return out, *pull(grad)
+
+    with shd.use(mesh, RULES):
+
+        def array(shape, axes, dtype=jnp.bfloat16):
+            sharding = NamedSharding(mesh, RULES.spec(axes, shape, mesh=mesh))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        q, k = (array((4, SEQ, n, 128), "batch seq heads head") for n in (8, 4))
+        arrays = q, k, k, q, array((4, SEQ), "batch seq", jnp.int32)
+        options: dict[str, Any] = ahead.COMPILER_OPTIONS
+        hlo = ahead.text_of(jax.jit(both).lower(*arrays).compile(compiler_options=options))
+    assert COLLECTIVE.findall(hlo) == []
+    rows, heads = 4 // mesh.shape["fsdp"], 8 // mesh.shape["tensor"]
+    counts = ahead.count_calls(hlo)
+    assert counts["flash_attention_forward"] == counts["flash_attention_backward"] == 1
+    assert f"bf16[{rows},{SEQ},{heads},128]" in hlo

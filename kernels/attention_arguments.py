@@ -3,27 +3,19 @@
 B rows, S sequence, N query heads, K key heads, H head size, V head size of the values.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-DIMENSIONS = "[rows, tokens, heads, head size]"
 
-
-def check(q_BSNH, k_BSKH, v_BSKV, *, segments_BS: Any = None, is_dealt: bool = False) -> None:
-    """Raises ValueError, which names the array, unless they can be attended to together.
-
-    segments_BS: the documents' numbers, int32 [rows, tokens], 0 for padding, if there are any.
-    Whether a document's tokens stand together is looked at where values are at hand: not of what
-    is being traced, or lies on other hosts. is_dealt: they do not, as rows are dealt to devices
-    that share them.
-    """
+def check(q_BSNH, k_BSKH, v_BSKV) -> None:
+    """Raises ValueError, which names the array, unless they can be attended to together."""
     arrays = {"q": q_BSNH, "k": k_BSKH, "v": v_BSKV}
     for name, x in arrays.items():
         if x.ndim != 4:
-            raise ValueError(f"{name} has the shape {x.shape}; it must be {DIMENSIONS}")
+            raise ValueError(
+                f"{name} has the shape {x.shape}; it must be [rows, tokens, heads, head size]"
+            )
         if x.dtype != q_BSNH.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
             wanted = "of floats" if name == "q" else f"{q_BSNH.dtype} as q"
             raise ValueError(f"{name} is {x.dtype}; it must be {wanted}")
@@ -44,24 +36,28 @@ def check(q_BSNH, k_BSKH, v_BSKV, *, segments_BS: Any = None, is_dealt: bool = F
             f"q has {num_heads} heads and k {num_kv_heads}; those of q must be a multiple of "
             f"those of k"
         )
-    if segments_BS is not None:
-        _check_segments(segments_BS, rows_and_tokens=q_BSNH.shape[:2])
-        if not is_dealt and _is_at_hand(segments_BS):
-            _check_documents(np.asarray(segments_BS))
 
 
 def _counted(x_BSKH) -> str:
     return f"{x_BSKH.shape[0]} rows of {x_BSKH.shape[1]} tokens"
 
 
-def _check_segments(segments_BS, *, rows_and_tokens: tuple[int, int]) -> None:
-    if segments_BS.shape != rows_and_tokens:
+def check_segments(segments_BS, q_BSNH, *, is_dealt: bool = False) -> None:
+    """Raises ValueError unless they are the documents' numbers of q's tokens, 0 for padding.
+
+    Whether a document's tokens stand together is looked at where values are at hand: not of what
+    is being traced, or lies on other hosts. is_dealt: they do not, as rows are dealt to devices
+    that share them.
+    """
+    if segments_BS.shape != q_BSNH.shape[:2]:
         raise ValueError(
-            f"segments has the shape {segments_BS.shape}; it must be {rows_and_tokens}, the rows "
+            f"segments has the shape {segments_BS.shape}; it must be {q_BSNH.shape[:2]}, the rows "
             f"and tokens of q"
         )
     if not jnp.issubdtype(segments_BS.dtype, jnp.integer):
         raise ValueError(f"segments is {segments_BS.dtype}; it must be of integers")
+    if not is_dealt and _is_at_hand(segments_BS):
+        _check_documents(np.asarray(segments_BS))
 
 
 def _is_at_hand(x) -> bool:

@@ -92,7 +92,8 @@ def attention(
     Raises ValueError, which names the array, for arrays that do not belong together.
     """
     segments_BS = documents.segments_BS
-    attention_arguments.check(q_BSNH, k_BTKH, v_BTKV, segments_BS=segments_BS)
+    attention_arguments.check(q_BSNH, k_BTKH, v_BTKV)
+    attention_arguments.check_segments(segments_BS, q_BSNH)
     spans = flash_spans.of_segments(segments_BS, window=window)
     return _attention(q_BSNH, k_BTKH, v_BTKV, spans, _Options(scale, cap, deterministic))
 

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels.flash_forward import HIDDEN, REGISTERS, REGISTERS_TO_COPY
-from jaxscale.kernels.flash_scores import STAGES, Operands, Scores, wait_if
+from jaxscale.kernels.flash_scores import STAGES, Operands, Scores, wait_if, zeros
 from jaxscale.kernels.flash_spans import Spans, Work, tiles_of_queries
 from jaxscale.kernels.hopper import WARPGROUPS, load, run
 
@@ -274,9 +274,7 @@ class OfKeys:
         num_steps, mine = self.num_steps(), self.mine()
         if self.dq is not None:
             # The first step adds the product of these zeros to the dq of its own tile.
-            zeros = jnp.zeros((64, self.part.num_queries), here.ds_tiles.dtype)
-            zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-            self.hand_over(zeros, self.slot_of_ds(-1))
+            self.hand_over(zeros(self.part.num_queries, here.ds_tiles.dtype), self.slot_of_ds(-1))
         plgpu.barrier_wait(keys_loaded)
         sums = {
             name: plgpu.ACC((64, like.shape[-1]), jnp.float32)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels import flash_backward_keys
 from jaxscale.kernels.flash_backward_keys import OfKeys, Part, begin_of
-from jaxscale.kernels.flash_scores import STAGES, wait_if
+from jaxscale.kernels.flash_scores import STAGES, wait_if, zeros
 
 # 128 keys and values and two tiles of queries are 192 of 227 KiB: there is room for one of
 # gradients, which are needed for dp alone and so not for long.
@@ -40,9 +40,8 @@ class _Late(OfKeys):
 
     def all_steps(self, **sums):
         ((name, made),) = sums.items()
-        zeros = jnp.zeros((64, self.part.num_queries), self.operands.q.dtype)
-        zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-        last = self.over_steps(functools.partial(self.late_step, made=made), zeros)
+        nothing = zeros(self.part.num_queries, self.operands.q.dtype)
+        last = self.over_steps(functools.partial(self.late_step, made=made), nothing)
         num_steps = self.num_steps()
 
         @pl.when(num_steps > 0)

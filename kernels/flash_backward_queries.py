@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels.flash_forward import REGISTERS, REGISTERS_TO_COPY
-from jaxscale.kernels.flash_scores import STAGES, Operands, Scores, wait_if
+from jaxscale.kernels.flash_scores import STAGES, Operands, Scores, wait_if, zeros
 from jaxscale.kernels.flash_spans import Spans, tiles_of_keys
 from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
 
@@ -122,8 +122,7 @@ class _OfQueries:
         def all_tiles(dq):
             num_whole = of.work().num_whole
             num, step = of.work().num, functools.partial(self.step, dq=dq, of_rows=of_rows)
-            zeros = jnp.zeros((64, TILE_K), self.dq.dtype)
-            ds = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+            ds = zeros(TILE_K, self.dq.dtype)
             ds = lax.fori_loop(0, num_whole, functools.partial(step, is_whole=True), ds)
             ds = lax.fori_loop(num_whole, num, functools.partial(step, is_whole=False), ds)
 

@@ -64,5 +64,10 @@ class Operands:
         return Work(*(self.visits[row, tile, i] for i in range(4)))
 
 
+def zeros(num_columns: int, dtype):
+    """Of 64 lines, as what a product reads out of a warpgroup's registers."""
+    return plgpu.layout_cast(jnp.zeros((64, num_columns), dtype), plgpu.Layout.WGMMA)
+
+
 def wait_if(condition, barrier):
     pl.when(condition)(lambda: plgpu.barrier_wait(barrier))

@@ -109,18 +109,15 @@ def attention(
     Raises ValueError, which names the array, for arrays that do not belong together
     (`kernels/attention_arguments.py`).
     """
-    here = documents.fresh if isinstance(documents, Kept) else documents
-    segments_BS = None if here is None else here.segments_BS
-    seq_axes = shd.mesh_axes("attn_seq")
-    attention_arguments.check(
-        q_BSNH, k_BSKH, v_BSKV, segments_BS=segments_BS, is_dealt=bool(seq_axes)
-    )
+    attention_arguments.check(q_BSNH, k_BSKH, v_BSKV)
     options: dict[str, Any] = dict(scale=scale or q_BSNH.shape[-1] ** -0.5, window=window, cap=cap)
     if isinstance(documents, Kept):
         documents.keep(k_BSKH, v_BSKV)
         if documents.fresh is None:
             return documents.attend(q_BSNH, **options)
         documents = documents.fresh
+    seq_axes = shd.mesh_axes("attn_seq")
+    attention_arguments.check_segments(documents.segments_BS, q_BSNH, is_dealt=bool(seq_axes))
     v_head_size = v_BSKV.shape[-1]
     kernel = choose(
         q_BSNH,

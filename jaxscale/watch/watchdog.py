@@ -79,6 +79,7 @@ class Watchdog:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._is_over = self._is_closing = self._is_told = self._knows_why = False
+        self._unsaid = ""  # why the process ends, until it is told
         self._place = _Place(time.monotonic())
         self._stopped_since: float | None = None
         self._quiet_until = 0.0  # nothing more is said of what is stuck before
@@ -193,8 +194,8 @@ class Watchdog:
             for other in (self._above, *self._below.values()):
                 if other is not None:
                     _send(other, ["bye"])
-        else:  # it has ended, and with this one the connections that say so
-            self._is_over = True
+        else:
+            self._is_over_with_process()
 
     def hears_of_end(self, pidfd: int) -> None:
         """By a descriptor that can be read once the process has ended.
@@ -207,6 +208,19 @@ class Watchdog:
         while not self._is_over and select.select([self._pipe], [], [], 0)[0]:
             for message in self._pipe.receive() or [[]]:
                 self._from_process(message, self._pipe)
+        if not self._is_over:
+            self._is_over_with_process()
+
+    def _is_over_with_process(self) -> None:
+        """It has ended, and with this watchdog the connections that say so.
+
+        gloo ends what runs on without another, in C++ and without a word: often before that one is
+        named here, so why it ended is said now.
+        """
+        if self._gone:
+            self._tell_of_the_gone()
+        if self._unsaid:
+            say(f"\nerror: {self._unsaid}")
         self._is_over = True
 
     def _end(self, text: str) -> None:
@@ -217,12 +231,18 @@ class Watchdog:
         reason, line, stack = text.partition("\n")
         text = "; ".join(filter(None, (reason, self._advice))) + line + stack
 
+        self._unsaid = text
+
+        def tell():
+            self._unsaid = ""
+            _send(self._pipe, ["end", text])
+
         def kill():
             say(f"\nerror: {text}")
             self._ward.kill()
 
         stays = LEAD_STAYS_SECONDS if self._below else 0.0
-        self._after(stays, lambda: _send(self._pipe, ["end", text]))
+        self._after(stays, tell)
         self._after(stays + END_SECONDS, kill)
 
     # Joining.

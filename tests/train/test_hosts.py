@@ -156,6 +156,41 @@ def test_a_process_that_is_stopped_is_named_with_its_stack_and_the_run_ends(
     assert re.search(stack, output), output
 
 
+# At step 3 process 1 is killed, and process 0 aborted as soon as that can be noticed, as by gloo.
+ABORT = """
+import os, signal, threading, time
+from pathlib import Path
+from jaxscale.train.recorder import Recorder
+
+def abort_without_other():
+    pid = Path("{pid_file}")
+    while not pid.exists() or Path("/proc", pid.read_text() or "self").exists():
+        time.sleep(0.001)
+    os.abort()
+
+def step(self, number, metrics, *, state, original=Recorder.step):
+    if number == 3 and os.environ["JAXSCALE_PROCESS_ID"] == "1":
+        Path("{pid_file}").write_text(str(os.getpid()))
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif number == 2 and os.environ["JAXSCALE_PROCESS_ID"] == "0":
+        threading.Thread(target=abort_without_other, daemon=True).start()
+    return original(self, number, metrics, state=state)
+
+Recorder.step = step
+"""
+
+
+def test_of_a_process_that_is_aborted_before_it_names_the_one_that_was_killed_the_watchdog_does(
+    launched, config_file, tmp_path
+):
+    faulty = tmp_path / "faulty.py"
+    faulty.write_text(ABORT.format(pid_file=tmp_path / "pid") + config_file.read_text())
+    output = finish(launched(2, tmp_path / "run", config=faulty), code=137)
+    named = r"^\[0\] error: process 1 \(host .*, pid \d+\) vanished: killed.*; continue with: cd "
+    assert re.search(named, output, re.MULTILINE), output
+
+
 # At step 3 process 1 alone keeps Python to itself, in C, for good: none of its threads goes on.
 HANG = """
 import ctypes, os

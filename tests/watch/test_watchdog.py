@@ -212,6 +212,30 @@ def test_a_process_that_cannot_end_by_itself_is_killed(crew, capfd):
     assert f"error: {text}" in capfd.readouterr().err
 
 
+def test_for_a_process_that_ends_before_it_is_told_why_its_watchdog_says_it(
+    crew, monkeypatch, capfd
+):
+    monkeypatch.setattr(watchdog, "LEAD_STAYS_SECONDS", PATIENCE)
+    members = crew(2)
+    members[1].seen = "T"
+    text = members[1].ends.get(timeout=PATIENCE)
+    members[0].stacks.get(timeout=PATIENCE)  # so that its watchdog knows too
+    members[0].vanish()
+    assert members[0].ends.empty() and f"\nerror: {text}\n" in capfd.readouterr().err
+
+
+def test_a_lead_that_ends_while_it_gathers_who_is_gone_names_them_first(crew, monkeypatch, capfd):
+    monkeypatch.setattr(watchdog, "GATHER_SECONDS", PATIENCE)
+    members = crew(3)
+    members[2].vanish()
+    while not members[0].watchdog._gone:
+        time.sleep(0.01)
+    members[0].vanish()
+    text = members[1].ends.get(timeout=PATIENCE)
+    assert text.startswith("process 2 (host node2, pid 102) vanished: ")
+    assert f"\nerror: {text}\n" in capfd.readouterr().err
+
+
 def test_what_is_said_again_is_asked_again(crew, monkeypatch):
     monkeypatch.setattr(watchdog, "REPORT_SECONDS", 2.0)
     members = crew(2)

@@ -54,7 +54,7 @@ class ConfigFile(flags.ArgumentParser):
         )
         for word in self._words:
             if model := re.match(r"--?config\.model=(.*)", word):
-                config.model = run_config.model_from(model[1])  # its keys may follow
+                config.model = _model_from(model[1])  # its keys may follow
             if part := re.match(r"--?config\.(optim|schedule)=", word):
                 raise ValueError(
                     f"{word}: name another config.{part[1]} in the config file, or set its keys"
@@ -63,6 +63,17 @@ class ConfigFile(flags.ArgumentParser):
             if override := re.match(r"--?(?:no)?config\.([^=]*)", word):
                 run_config.check_key(config, override[1])
         return config
+
+
+def _model_from(value: str):
+    """The model part that `--config.model=hf:DIR` asks for. Raises ValueError."""
+    from jaxscale.models.model_folder import ModelFolder, parse  # with jax, which takes a second
+
+    try:
+        return ModelFolder(parse(value)).model
+    except (ValueError, OSError) as error:
+        shown = run_config.shown(value)
+        raise ValueError(f"config.model={shown}: {error}") from None
 
 
 def _from_python(file: Path, argument: list[str]) -> run_config.Config:
@@ -109,7 +120,7 @@ class ModelFrom(flags.ArgumentParser):
     """`--config.model=hf:DIR`; settings of its keys may follow."""
 
     def parse(self, argument: Any) -> Any:
-        return run_config.model_from(argument) if isinstance(argument, str) else argument
+        return _model_from(argument) if isinstance(argument, str) else argument
 
 
 config_flags.register_flag_parser_for_type(int, IntegerOrNone())

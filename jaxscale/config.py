@@ -930,16 +930,6 @@ def get(config, key: str):
     return config
 
 
-def model_from(value: str):
-    """The model part that `--config.model=hf:DIR` asks for. Raises ValueError."""
-    # By name: the models stand above this file, and need jax.
-    folders = importlib.import_module("jaxscale.models.model_folder")
-    try:
-        return folders.ModelFolder(folders.parse(value)).model
-    except (ValueError, OSError) as error:
-        raise ValueError(f"config.model={shown(value)}: {error}") from None
-
-
 def check_key(config, key: str) -> None:
     """Raises ValueError if the config has no field of this dotted name.
 

@@ -76,12 +76,7 @@ def _itemsize(plan: Plan) -> int:
 
 def _tensor_bytes(plan: Plan) -> float:
     model, sizes = plan.config.model, plan.mesh.shape
-    activations = (
-        _tokens(plan)
-        / sizes["context"]
-        * model.model_dim
-        * jnp.dtype(plan.execution.dtype).itemsize
-    )
+    activations = _tokens(plan) / sizes["context"] * model.model_dim * _itemsize(plan)
     others = (sizes["tensor"] - 1) / sizes["tensor"]
     return TENSOR_COLLECTIVES * _layers(plan) * activations * others
 
@@ -92,12 +87,5 @@ def _context_bytes(plan: Plan) -> float:
     heads = model.num_kv_heads
     if exchange == Exchange.ALL_TO_ALL:
         heads = (model.num_heads + model.num_kv_heads) / context
-    each = (
-        2
-        * _tokens(plan)
-        * model.head_dim()
-        * heads
-        / tensor
-        * jnp.dtype(plan.execution.dtype).itemsize
-    )
+    each = 2 * _tokens(plan) * model.head_dim() * heads / tensor * _itemsize(plan)
     return CONTEXT_PASSES[exchange] * _layers(plan) * each * (context - 1) / context

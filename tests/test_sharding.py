@@ -27,7 +27,6 @@ RULES = shd.Rules(
     layers=None,
     norm=None,
 )
-BOTH_AXIS_TYPES = pytest.mark.parametrize("axis_types", ["explicit", "auto"])
 
 
 def placed(array, axes):

@@ -27,7 +27,6 @@ IS_GPU = jax.default_backend() == "gpu"
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = bool(importlib.util.find_spec("triton") and importlib.util.find_spec("jax_triton"))
 
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs triton and jax-triton")
 runs_programs = pytest.mark.skipif(
     not (HAS_TRITON and (IS_GPU or IS_INTERPRETED)),
     reason="needs a GPU or TRITON_INTERPRET=1, and jax-triton",

@@ -1,7 +1,7 @@
 """Which process of a run is stuck, from what the watchdogs of all of them report."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxscale.watch.ward import STATES, place
@@ -136,10 +136,17 @@ def _stack_of(report: Report) -> str:
     return f"\nmain thread of process {report.who[0]}, innermost call first:{shown}{more}"
 
 
-def lost(gone: list[list]) -> str:
-    """What is said of those that went without a word."""
-    names = ", ".join(name_of(who) for who in gone)
-    many = len(gone) > 1
+def lost(gone: list[list], crashed: Mapping[int, str]) -> str:
+    """What is said of those that went without a word. crashed: number -> how, of some of them.
+
+    Those are named only if no other is gone: it may be why, as gloo aborts what runs on without it.
+    """
+    killed = [who for who in gone if who[0] not in crashed]
+    names = ", ".join(name_of(who) for who in sorted(killed or gone))
+    many = len(killed or gone) > 1
+    if not killed:
+        how = ", ".join(sorted(set(crashed.values())))
+        return f"process{'es' if many else ''} {names} crashed: {how}; the log has the stacks"
     return (
         f"process{'es' if many else ''} {names} vanished: killed, out of memory, or "
         f"{'their' if many else 'its'} host was lost; {'their' if many else 'its'} own log and "

@@ -15,6 +15,8 @@ from pathlib import Path
 # frames of one that runs are freed while another reads them, which ends the process (SIGSEGV).
 STACK = signal.SIGRTMIN + 8
 STACK_SECONDS = 2.0
+# What `faulthandler` begins with where SIGSEGV, SIGABRT and the like end the process.
+CRASH = "Fatal Python error: "
 # The number of the system call that signals one thread: glibc has no function for it before 2.30,
 # so none on RHEL 8. Machines for which JAX has GPUs.
 TGKILL = {"x86_64": 234, "aarch64": 131}
@@ -26,7 +28,10 @@ STATES = {
 
 
 class Ward:
-    """pid: of the process. stacks: of the file into which it writes its stack, again and again."""
+    """pid: of the process. stacks: of the file into which it writes its stack, again and again.
+
+    And all of them where it crashes.
+    """
 
     def __init__(self, pid: int, *, stacks: int):
         self.pid, self._stacks = pid, stacks
@@ -59,6 +64,11 @@ class Ward:
             size = grown
         lines = os.pread(self._stacks, size - before, before).decode(errors="replace").splitlines()
         return "\n".join(line.strip() for line in lines if line.startswith("  "))
+
+    def crash(self) -> str:
+        """`Fatal Python error: Aborted`, and the stacks; "" of one that did not crash."""
+        text = os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
+        return text[text.find(CRASH) :] if CRASH in text else ""
 
     def _ask_main_thread(self) -> None:
         if number := TGKILL.get(platform.machine()):

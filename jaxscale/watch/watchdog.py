@@ -5,8 +5,8 @@ kernel closes it whatever ends the process, and a host that is silent is given u
 the others. JAX's own heartbeat aborts with a native stack that names nobody; it is what is left
 where a network lets only JAX through.
 
-A message of a watchdog to that of process 0: failed, bye, stuck, report, ping. The other way:
-vanished, failed, bye, report, verdict, ping.
+A message of a watchdog to that of process 0: failed, crashed, bye, stuck, report, ping. The other
+way: vanished, failed, bye, report, verdict, ping.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from typing import Protocol
 
 from jaxscale.watch.lines import Line
 from jaxscale.watch.verdict import Report, judge, lost, name_of
-from jaxscale.watch.ward import Ward, say
+from jaxscale.watch.ward import CRASH, Ward, say
 
 CONNECT_SECONDS = 10
 TICK_SECONDS = 1.0
@@ -63,6 +63,7 @@ class Seen(Protocol):
 
     def state(self) -> str: ...
     def stack(self) -> str: ...
+    def crash(self) -> str: ...
     def kill(self) -> None: ...
 
 
@@ -88,6 +89,7 @@ class Watchdog:
         self._token, self._num_others, self._missing = "", 0, 0
         self._below: dict[int, Line] = {}
         self._gone: list[list] = []
+        self._crashed: dict[int, str] = {}
         self._heard: dict[Line, float] = {}
         self._reports: dict[int, Report] | None = None
         self._stack, self._awaits_verdict = "", False
@@ -214,9 +216,13 @@ class Watchdog:
     def _is_over_with_process(self) -> None:
         """It has ended, and with this watchdog the connections that say so.
 
-        gloo ends what runs on without another, in C++ and without a word: often before that one is
-        named here, so why it ended is said now.
+        gloo aborts what runs on without another, often before that one is named here: so why it
+        ended is said now.
         """
+        if crash := self._ward.crash():
+            say(f"\n{crash}")
+        if crash and not self._is_closing:
+            self._tell_above(["crashed", crash.splitlines()[0].removeprefix(CRASH)])
         if self._gone:
             self._tell_of_the_gone()
         if self._unsaid:
@@ -328,6 +334,10 @@ class Watchdog:
         kind, *rest = message
         if kind == "failed":
             self._tell_all(["failed", who, *rest])
+        elif kind == "crashed":
+            self._crashed[who[0]] = rest[0]
+            if who == self.me:
+                self._gone.append(who)
         elif kind == "stuck" and self._reports is None:
             self._reports = reports = {}
             self._after(REPORT_SECONDS, lambda: self._judge(reports))
@@ -338,12 +348,12 @@ class Watchdog:
                 self._judge(self._reports)
 
     def _tell_of_the_gone(self) -> None:
-        self._tell_all(["vanished", sorted(self._gone)])
+        self._tell_all(["vanished", lost(self._gone, self._crashed)])
 
     def _from_above(self, message: list, line: Line | None) -> None:
         kind, *rest = message or [""]
         if kind == "vanished" and not self._knows_why:
-            self._end(lost(*rest))
+            self._end(*rest)
         elif kind == "failed":
             who, said = rest
             self._knows_why = True  # also why others are gone in a moment
@@ -360,7 +370,7 @@ class Watchdog:
         elif not kind and line is not None:
             self._above = None
             if not line.is_done and not self._knows_why:
-                self._end(lost([line.who]))
+                self._end(lost([line.who], {}))
 
     # Who is stuck.
 

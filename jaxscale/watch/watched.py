@@ -41,6 +41,9 @@ class Watched:
         self._line = Line(mine)
         self._stacks = os.memfd_create("stacks")
         faulthandler.register(STACK, file=self._stacks, all_threads=False)
+        # The watchdog shows it, and tells the others.
+        faulthandler.enable(file=self._stacks, all_threads=True)
+        os.register_at_fork(after_in_child=_crash_on_stderr)
         with its:
             self._dog = _start(process, advice, fds=(its.fileno(), self._stacks))
         threading.Thread(target=self._listen, name="watched", daemon=True).start()
@@ -77,6 +80,7 @@ class Watched:
     def close(self) -> None:
         """Before a normal end: the others need not worry."""
         self._is_closed.set()
+        _crash_on_stderr()
         with contextlib.suppress(OSError):
             self._line.send(["bye"])
         try:
@@ -99,6 +103,7 @@ class Watched:
                 elif kind == "end" and not self._is_closed.is_set():
                     end_with(text)
             if messages is None:
+                _crash_on_stderr()
                 if not self._is_closed.is_set():
                     self._is_closed.set()
                     log.error("the watchdog of this process was killed; nobody notices if it hangs")
@@ -123,6 +128,10 @@ def _start(process: int, advice: str, *, fds: tuple[int, int]) -> subprocess.Pop
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _crash_on_stderr() -> None:
+    faulthandler.enable(file=2, all_threads=True)
 
 
 def end_with(text: str) -> None:

@@ -189,6 +189,33 @@ def test_of_a_process_that_is_aborted_before_it_names_the_one_that_was_killed_th
     output = finish(launched(2, tmp_path / "run", config=faulty), code=137)
     named = r"^\[0\] error: process 1 \(host .*, pid \d+\) vanished: killed.*; continue with: cd "
     assert re.search(named, output, re.MULTILINE), output
+    assert re.search(r"^\[0\] Fatal Python error: Aborted", output, re.MULTILINE), output
+
+
+# At step 3 process 1 alone is aborted, as by a check of XLA's.
+CRASH = """
+import os
+from jaxscale.train.recorder import Recorder
+
+def step(self, number, metrics, *, state, original=Recorder.step):
+    if number == 3 and os.environ["JAXSCALE_PROCESS_ID"] == "1":
+        os.abort()
+    return original(self, number, metrics, state=state)
+
+Recorder.step = step
+"""
+
+
+def test_a_process_that_crashes_is_named_with_how_and_shows_its_stacks(
+    launched, config_file, tmp_path
+):
+    faulty = tmp_path / "faulty.py"
+    faulty.write_text(CRASH + config_file.read_text())
+    output = finish(launched(2, tmp_path / "run", config=faulty), code=134)
+    named = r"^\[0\] error: process 1 \(host .*, pid \d+\) crashed: Aborted; the log has "
+    assert re.search(named, output, re.MULTILINE), output
+    assert re.search(r"^\[1\] Fatal Python error: Aborted", output, re.MULTILINE), output
+    assert re.search(r"^\[1\]   File .*faulty.py\", line \d+ in step", output, re.MULTILINE), output
 
 
 # At step 3 process 1 alone keeps Python to itself, in C, for good: none of its threads goes on.

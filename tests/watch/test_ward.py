@@ -1,5 +1,6 @@
 """What a watchdog sees of a real process, which stays as it was."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -35,9 +36,30 @@ work(3, 40)
 """
 
 
+QUIET = """
+import threading
+from jaxscale.watch.watched import Watched
+
+watched = Watched(0)
+print(watched._stacks, flush=True)
+
+def wait():
+    threading.Event().wait()
+
+wait()
+"""
+
+
 @pytest.fixture
 def busy():
-    command = [sys.executable, "-c", BUSY]
+    with started(BUSY) as of_it:
+        yield of_it
+
+
+@contextlib.contextmanager
+def started(script):
+    """A process that runs it, and its ward."""
+    command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         number = process.stdout.readline().strip()
@@ -65,3 +87,14 @@ def test_of_a_process_that_has_ended_nothing_comes(busy):
     process.kill()
     process.wait()
     assert ward.stack() == "" and ward.state() == ""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGABRT, signal.SIGSEGV])
+def test_what_a_process_says_where_it_crashes_is_seen_once_it_has(signum):
+    with started(QUIET) as (process, ward):
+        assert ward.stack() and ward.crash() == ""
+        os.kill(process.pid, signum)
+        assert process.wait(60) == -signum
+        words, *stacks = ward.crash().splitlines()
+    assert words in ("Fatal Python error: Aborted", "Fatal Python error: Segmentation fault")
+    assert any(line.endswith(" in wait") for line in stacks)

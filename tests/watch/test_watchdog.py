@@ -20,7 +20,7 @@ class Process:
     """One that is watched: its end of the pipe, what it is told, and what is seen of it."""
 
     def __init__(self, number):
-        self.number, self.seen, self.is_killed = number, "S", False
+        self.number, self.seen, self.crashed, self.is_killed = number, "S", "", False
         self.ends, self.warnings, self.stacks = queue.Queue(), queue.Queue(), queue.Queue()
         self._answers = queue.Queue()
         mine, its = socket.socketpair()
@@ -58,6 +58,9 @@ class Process:
 
     def stack(self):
         return STACK
+
+    def crash(self):
+        return self.crashed
 
     def kill(self):
         self.is_killed = True
@@ -234,6 +237,33 @@ def test_a_lead_that_ends_while_it_gathers_who_is_gone_names_them_first(crew, mo
     text = members[1].ends.get(timeout=PATIENCE)
     assert text.startswith("process 2 (host node2, pid 102) vanished: ")
     assert f"\nerror: {text}\n" in capfd.readouterr().err
+
+
+CRASHED = "Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n"
+
+
+@pytest.mark.parametrize("which", [0, 2])
+def test_a_process_that_crashes_is_named_with_the_signal_and_shows_its_stacks(crew, capfd, which):
+    members = crew(3)
+    members[which].crashed = CRASHED
+    members[which].vanish()
+    for number in {0, 1, 2} - {which}:
+        text = members[number].ends.get(timeout=PATIENCE)
+        name = f"process {which} (host node{which}, pid 10{which})"
+        assert text == f"{name} crashed: Aborted; the log has the stacks"
+    assert CRASHED in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_one_that_crashes_when_another_was_killed_is_not_named(crew, monkeypatch, first):
+    monkeypatch.setattr(watchdog, "GATHER_SECONDS", 2.0)
+    members = crew(4)
+    members[2].crashed = CRASHED
+    for number in (first, 3 - first):
+        members[number].vanish()
+    for number in (0, 3):
+        text = members[number].ends.get(timeout=PATIENCE)
+        assert text.startswith("process 1 (host node1, pid 101) vanished: killed")
 
 
 def test_what_is_said_again_is_asked_again(crew, monkeypatch):

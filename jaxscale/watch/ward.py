@@ -68,7 +68,8 @@ class Ward:
     def crash(self) -> str:
         """`Fatal Python error: Aborted`, and the stacks; "" of one that did not crash."""
         text = os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
-        return text[text.find(CRASH) :] if CRASH in text else ""
+        _, begin, rest = text.partition(CRASH)
+        return begin + rest
 
     def _ask_main_thread(self) -> None:
         if number := TGKILL.get(platform.machine()):

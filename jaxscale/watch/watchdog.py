@@ -197,7 +197,7 @@ class Watchdog:
                 if other is not None:
                     _send(other, ["bye"])
         else:
-            self._is_over_with_process()
+            self._end_with_process()
 
     def hears_of_end(self, pidfd: int) -> None:
         """By a descriptor that can be read once the process has ended.
@@ -211,9 +211,9 @@ class Watchdog:
             for message in self._pipe.receive() or [[]]:
                 self._from_process(message, self._pipe)
         if not self._is_over:
-            self._is_over_with_process()
+            self._end_with_process()
 
-    def _is_over_with_process(self) -> None:
+    def _end_with_process(self) -> None:
         """It has ended, and with this watchdog the connections that say so.
 
         gloo aborts what runs on without another, often before that one is named here: so why it
@@ -221,8 +221,8 @@ class Watchdog:
         """
         if crash := self._ward.crash():
             say(f"\n{crash}")
-        if crash and not self._is_closing:
-            self._tell_above(["crashed", crash.splitlines()[0].removeprefix(CRASH)])
+            if not self._is_closing:
+                self._tell_above(["crashed", crash.splitlines()[0].removeprefix(CRASH)])
         if self._gone:
             self._tell_of_the_gone()
         if self._unsaid:

@@ -218,8 +218,9 @@ def test_a_process_that_cannot_end_by_itself_is_killed(crew, capfd):
 def test_for_a_process_that_ends_before_it_is_told_why_its_watchdog_says_it(
     crew, monkeypatch, capfd
 ):
-    monkeypatch.setattr(watchdog, "LEAD_STAYS_SECONDS", PATIENCE)
     members = crew(2)
+    monkeypatch.setattr(watchdog, "LEAD_STAYS_SECONDS", PATIENCE)
+    monkeypatch.setattr(watchdog, "END_SECONDS", PATIENCE)  # the other's says it no sooner
     members[1].seen = "T"
     text = members[1].ends.get(timeout=PATIENCE)
     members[0].stacks.get(timeout=PATIENCE)  # so that its watchdog knows too
@@ -228,8 +229,9 @@ def test_for_a_process_that_ends_before_it_is_told_why_its_watchdog_says_it(
 
 
 def test_a_lead_that_ends_while_it_gathers_who_is_gone_names_them_first(crew, monkeypatch, capfd):
-    monkeypatch.setattr(watchdog, "GATHER_SECONDS", PATIENCE)
     members = crew(3)
+    monkeypatch.setattr(watchdog, "GATHER_SECONDS", PATIENCE)
+    monkeypatch.setattr(watchdog, "END_SECONDS", PATIENCE)
     members[2].vanish()
     while not members[0].watchdog._gone:
         time.sleep(0.01)

@@ -37,11 +37,12 @@ PER_QUERY = plgpu.Layout.WGMMA.reduce(0)  # of scores that are transposed
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
     """What a kernel by tiles of keys makes, of how many queries a step, and how many tiles of
-    gradients it holds."""
+    queries and of gradients it holds."""
 
     name: str = "flash_attention_backward"
     has_dk: bool = True
     has_dv: bool = True
+    stages: int = STAGES
     grad_stages: int = STAGES
     num_queries: int = TILE_Q
 
@@ -108,7 +109,8 @@ def scratch_of(operands, *, part: Part, has_dq: bool, slots: tuple[int, ...] = (
     """Shared memory and barriers of a program; slots: of keys and values, if not for one tile."""
     q_BSNH, _, v_BTKV, _ = operands
     head_size, v_head_size = q_BSNH.shape[-1], v_BTKV.shape[-1]
-    tile_q, num_ds, num_grads = part.num_queries, part.num_ds, part.grad_stages
+    tile_q, num_ds = part.num_queries, part.num_ds
+    stages, num_grads = part.stages, part.grad_stages
     # Of a warpgroup.
     dq_shape = (TILE_Q, head_size if part.is_wide else head_size // WARPGROUPS)
 
@@ -130,14 +132,14 @@ def scratch_of(operands, *, part: Part, has_dq: bool, slots: tuple[int, ...] = (
     has_v_tile = part.has_dk or v_head_size != head_size
     return dict(
         k_tile=operand(*slots, TILE_K, head_size),
-        q_tiles=operand(STAGES, tile_q, head_size),
+        q_tiles=operand(stages, tile_q, head_size),
         grad_tiles=operand(num_grads, tile_q, v_head_size),
-        lse_tiles=plgpu.SMEM((STAGES, tile_q), jnp.float32),
+        lse_tiles=plgpu.SMEM((stages, tile_q), jnp.float32),
         seen_tiles=plgpu.SMEM((num_grads, tile_q), jnp.float32),
         keys_loaded=plgpu.Barrier(num_arrivals=1 + part.has_dk, num_barriers=slots),
-        q_loaded=loaded(num_barriers=STAGES),
+        q_loaded=loaded(num_barriers=stages),
         grad_loaded=loaded(num_barriers=num_grads),
-        q_used=used(num_barriers=STAGES),
+        q_used=used(num_barriers=stages),
         grad_used=used(num_barriers=num_grads),
         **(dict(v_tile=operand(*slots, TILE_K, v_head_size)) if has_v_tile else {}),
         **(for_dq if has_dq else {}),
@@ -321,8 +323,8 @@ class OfKeys:
 
     def step(self, i, head_and_tile, *, handed, is_whole: bool, dk, dv):
         here, mine = self.here, self.mine()
-        q_slot = self.slot_of_step(i, STAGES)
-        grad_slot = self.slot_of_step(i, here.grad_tiles.shape[0])
+        q_slot = self.slot_of_step(i, self.part.stages)
+        grad_slot = self.slot_of_step(i, self.part.grad_stages)
         q_tile, grad_tile = here.q_tiles.at[q_slot], here.grad_tiles.at[grad_slot]
         lse_tile, dtype = here.lse_tiles.at[q_slot], self.operands.q.dtype
         plgpu.barrier_wait(here.q_loaded.at[q_slot])

@@ -2,12 +2,13 @@
 
 A warpgroup has no registers for the sums of both. The programs are those of `flash_backward_keys`,
 without dq, but a step's last product, which adds to dk or dv, is issued in the next step: then it
-is one wait with that step's scores, or runs beside exp. Both passes are 2.7% faster so at head size
-256 on an H200 and 1.0% at 192/128, and nothing is spilled (docs/kernels.md).
+is one wait with that step's scores, or runs beside exp (`LateSum`). Both passes are 2.7% faster so
+at head size 256 on an H200 and 2.4% at 192/128, and nothing is spilled (docs/kernels.md).
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,10 +18,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels import flash_backward_keys
 from jaxscale.kernels.flash_backward_keys import OfKeys, Part, begin_of
-from jaxscale.kernels.flash_scores import STAGES, wait_if, zeros
+from jaxscale.kernels.flash_scores import (
+    MAX_HEAD_SIZE_OF_THREE,
+    STAGES,
+    STAGES_OF_LATE_SUM,
+    LateSum,
+    arrive_if,
+    wait_if,
+    zeros,
+)
 
-# 128 keys and values and two tiles of queries are 192 of 227 KiB: there is room for one of
-# gradients, which are needed for dp alone and so not for long.
+# Of head size 256, 128 keys and values and two tiles of queries are 192 of 227 KiB: there is room
+# for one of gradients, which are needed for dp alone and so not for long.
 OF_KEYS = Part(name="flash_attention_backward_of_keys", has_dv=False, grad_stages=1)
 OF_VALUES = Part(name="flash_attention_backward_of_values", has_dk=False)
 
@@ -28,7 +37,12 @@ OF_VALUES = Part(name="flash_attention_backward_of_values", has_dk=False)
 def of_keys(operands, begins, **options: Any):
     """As that of `flash_backward_keys`: [dk, dv]."""
     make = functools.partial(flash_backward_keys.of_keys, operands, begins, dq=None, **options)
-    return *make(part=OF_KEYS, make=_OfKeys), *make(part=OF_VALUES, make=_OfValues)
+    for_keys, for_values = OF_KEYS, OF_VALUES
+    if operands[0].shape[-1] <= MAX_HEAD_SIZE_OF_THREE:
+        stages = STAGES_OF_LATE_SUM
+        for_keys = dataclasses.replace(for_keys, stages=stages)
+        for_values = dataclasses.replace(for_values, stages=stages, grad_stages=stages)
+    return *make(part=for_keys, make=_OfKeys), *make(part=for_values, make=_OfValues)
 
 
 class _Late(OfKeys):
@@ -46,14 +60,17 @@ class _Late(OfKeys):
 
         @pl.when(num_steps > 0)
         def add_last():
-            plgpu.wgmma(made, last, self.added_tiles().at[self.slot_of_step(num_steps - 1, STAGES)])
+            plgpu.wgmma(made, last, self.added_tiles().at[self.slot(num_steps - 1)])
             plgpu.wgmma_wait(0)
 
         return {name: made[...]}
 
     def slots(self, i):
         """Of a step and of the one before; the first step adds zeros times its own tile."""
-        return tuple(self.slot_of_step(step, STAGES) for step in (i, jnp.maximum(i - 1, 0)))
+        return self.slot(i), self.slot(jnp.maximum(i - 1, 0))
+
+    def slot(self, i):
+        return self.slot_of_step(i, self.part.stages)
 
     def begin_scores(self, scores, slot):
         if self.scores.cap is None:
@@ -82,17 +99,16 @@ class _OfKeys(_Late):
     def late_step(self, i, head_and_tile, *, handed, is_whole: bool, made):
         here, (slot, slot_before) = self.here, self.slots(i)
         grad_slot = self.slot_of_step(i, self.part.grad_stages)
+        late = LateSum(
+            add=lambda: plgpu.wgmma(made, handed, here.q_tiles.at[slot_before]),
+            free=lambda: arrive_if(i > 0, here.q_used.at[slot_before]),
+            is_beside_exp=self.part.stages > STAGES,
+        )
         plgpu.barrier_wait(here.q_loaded.at[slot])
 
         def make_p(scores):
             self.begin_scores(scores, slot)
-            plgpu.wgmma(made, handed, here.q_tiles.at[slot_before])
-            self.issue_scores(scores, slot)
-            # Waits for both: the tile before is free as soon as can be, and the one that comes in
-            # its place has most of a step for its way. With scores first, and the sum's product
-            # beside exp, here and for dq, both passes took 10% longer.
-            products = plgpu.wgmma_accumulator_load(scores)
-            pl.when(i > 0)(lambda: plgpu.barrier_arrive(here.q_used.at[slot_before]))
+            products = late.products(scores, lambda: self.issue_scores(scores, slot))
             p, slope = self.weights(products, head_and_tile, slot=slot, is_whole=is_whole)
             return p if slope is None else p * slope
 
@@ -100,6 +116,7 @@ class _OfKeys(_Late):
             dp[...] = begin_of(here.seen_tiles.at[grad_slot])
             grad_tile = here.grad_tiles.at[grad_slot]
             plgpu.wgmma(dp, here.v_tile.at[self.mine()], grad_tile.transpose((1, 0)))
+            late.wait_beside_dp()
             ds = p * plgpu.wgmma_accumulator_load(dp)
             plgpu.barrier_arrive(here.grad_used.at[grad_slot])
             return ds.astype(self.operands.q.dtype)
@@ -133,5 +150,5 @@ class _OfValues(_Late):
         wait_if(i > 0, here.grad_loaded.at[slot])
         plgpu.barrier_arrive(here.q_used.at[slot])
         plgpu.wgmma_wait(0)
-        pl.when(i > 0)(lambda: plgpu.barrier_arrive(here.grad_used.at[slot_before]))
+        arrive_if(i > 0, here.grad_used.at[slot_before])
         return p

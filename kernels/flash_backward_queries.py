@@ -2,7 +2,7 @@
 
 It has 128 queries of one head, 64 for each of two warpgroups that compute, and goes over the tiles
 of keys that they see. Three products: scores, dp, and the one that adds to dq, issued in the next
-step (as for dk in `flash_backward_large.py`).
+step (`LateSum`).
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
@@ -18,7 +18,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels.flash_forward import REGISTERS, REGISTERS_TO_COPY
-from jaxscale.kernels.flash_scores import STAGES, Operands, Scores, wait_if, zeros
+from jaxscale.kernels.flash_scores import (
+    MAX_HEAD_SIZE_OF_THREE,
+    STAGES,
+    STAGES_OF_LATE_SUM,
+    LateSum,
+    Operands,
+    Scores,
+    arrive_if,
+    wait_if,
+    zeros,
+)
 from jaxscale.kernels.flash_spans import Spans, tiles_of_keys
 from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
 
@@ -36,7 +46,9 @@ def of_queries(operands, begins, *, spans: Spans, scores: Scores):
     visits = tiles_of_keys(spans, num_keys=k_BTKH.shape[1], **tiles)
 
     # Of head size 256, 128 queries, their gradients and two tiles of keys are 192 of 227 KiB.
-    num_values = 1 if head_size > 192 else STAGES
+    stages, num_values = STAGES_OF_LATE_SUM, STAGES_OF_LATE_SUM
+    if head_size > MAX_HEAD_SIZE_OF_THREE:
+        stages, num_values = STAGES, 1
     used = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS)
 
     def operand(*shape):
@@ -53,12 +65,12 @@ def of_queries(operands, begins, *, spans: Spans, scores: Scores):
         scratch_types=dict(
             q_tile=operand(WARPGROUPS, 64, head_size),
             grad_tile=operand(WARPGROUPS, 64, v_head_size),
-            k_tiles=operand(STAGES, TILE_K, head_size),
+            k_tiles=operand(stages, TILE_K, head_size),
             v_tiles=operand(num_values, TILE_K, v_head_size),
             queries_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
-            k_loaded=plgpu.Barrier(num_barriers=STAGES),
+            k_loaded=plgpu.Barrier(num_barriers=stages),
             v_loaded=plgpu.Barrier(num_barriers=num_values),
-            k_used=used(num_barriers=STAGES),
+            k_used=used(num_barriers=stages),
             v_used=used(num_barriers=num_values),
         ),
         grid=(num_heads, seq // TILE_Q, rows),
@@ -128,7 +140,7 @@ class _OfQueries:
 
             @pl.when(num > 0)
             def add_last():
-                plgpu.wgmma(dq, ds, here.k_tiles.at[lax.rem(num - 1, STAGES)])
+                plgpu.wgmma(dq, ds, here.k_tiles.at[lax.rem(num - 1, here.stages)])
                 plgpu.wgmma_wait(0)
 
             return dq[...]
@@ -143,9 +155,15 @@ class _OfQueries:
         """The first one adds zeros times its own tile of keys."""
         here, warpgroup = self.here, lax.axis_index("warpgroup")
         k_slot, v_slot = (lax.rem(i, tiles.shape[0]) for tiles in (here.k_tiles, here.v_tiles))
-        k_before = lax.rem(jnp.maximum(i - 1, 0), STAGES)
+        k_before = lax.rem(jnp.maximum(i - 1, 0), here.stages)
+        q_tile = here.q_tile.at[warpgroup]
         k_tile, v_tile = here.k_tiles.at[k_slot], here.v_tiles.at[v_slot]
         lse, seen, first, last = of_rows
+        late = LateSum(
+            add=lambda: plgpu.wgmma(dq, ds_before, here.k_tiles.at[k_before]),
+            free=lambda: arrive_if(i > 0, here.k_used.at[k_before]),
+            is_beside_exp=here.stages > STAGES,
+        )
         plgpu.barrier_wait(here.k_loaded.at[k_slot])
 
         def begin(values):
@@ -155,10 +173,9 @@ class _OfQueries:
         def make_p(scores):
             if self.scores.cap is None:
                 scores[...] = begin(lse)
-            plgpu.wgmma(dq, ds_before, here.k_tiles.at[k_before])
-            plgpu.wgmma(scores, here.q_tile.at[warpgroup], k_tile.transpose((1, 0)))
-            products = plgpu.wgmma_accumulator_load(scores)
-            pl.when(i > 0)(lambda: plgpu.barrier_arrive(here.k_used.at[k_before]))
+            products = late.products(
+                scores, lambda: plgpu.wgmma(scores, q_tile, k_tile.transpose((1, 0)))
+            )
             p, slope = self.scores.weights(products, lambda: begin(lse))
             if not is_whole:
                 key = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=plgpu.Layout.WGMMA)
@@ -169,6 +186,7 @@ class _OfQueries:
         def make_ds(dp, p):
             dp[...] = begin(seen)
             plgpu.wgmma(dp, here.grad_tile.at[warpgroup], v_tile.transpose((1, 0)))
+            late.wait_beside_dp()
             ds = p * plgpu.wgmma_accumulator_load(dp)
             plgpu.barrier_arrive(here.v_used.at[v_slot])
             return ds.astype(self.dq.dtype)
@@ -192,3 +210,7 @@ class _OfQueriesScratch:
     v_loaded: Any
     k_used: Any
     v_used: Any
+
+    @property
+    def stages(self) -> int:
+        return self.k_tiles.shape[0]

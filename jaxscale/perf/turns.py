@@ -7,8 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-# Calls of one timing, timings of which the median counts; functions take turns.
-CALLS, TIMINGS = 8, 7
+# Of a timing, and of what the function runs untimed before it: at its power limit a card's clock
+# takes so long to follow the load. With eight calls and no more, one program of attention took 3.3
+# to 4.6% longer behind itself than behind cuDNN's, which draws less power, on an H200, and cuDNN's
+# 4% longer behind it than by itself (docs/kernels.md, "How it is timed").
+SECONDS = 0.15
+# Timings of which the median counts; functions take turns.
+TIMINGS = 7
+# Calls between waits; as many more are queued meanwhile, so that the GPU is never without.
+CALLS = 8
 
 
 def in_turns(functions: Mapping[str, Callable], arrays: Sequence) -> dict[str, float]:
@@ -18,12 +25,22 @@ def in_turns(functions: Mapping[str, Callable], arrays: Sequence) -> dict[str, f
         jax.block_until_ready(function(*arrays))
     for _ in range(TIMINGS):
         for name, function in functions.items():
-            began = time.perf_counter()
-            for _ in range(CALLS):
-                out = function(*arrays)
-            jax.block_until_ready(out)
-            timings[name].append((time.perf_counter() - began) / CALLS)
+            _seconds_of_a_call(function, arrays)
+            timings[name].append(_seconds_of_a_call(function, arrays))
     return {name: 1e3 * statistics.median(each) for name, each in timings.items()}
+
+
+def _seconds_of_a_call(function: Callable, arrays: Sequence) -> float:
+    """Mean of calls for `SECONDS` at least."""
+    began, num_calls, before = time.perf_counter(), 0, None
+    while not num_calls or time.perf_counter() - began < SECONDS:
+        for _ in range(CALLS):
+            out = function(*arrays)
+        num_calls += CALLS
+        jax.block_until_ready(before)
+        before = out
+    jax.block_until_ready(before)
+    return (time.perf_counter() - began) / num_calls
 
 
 def in_one_program(functions: Mapping[str, Callable], sets: Sequence[Sequence]) -> dict[str, float]:

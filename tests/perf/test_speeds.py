@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 
 from jaxscale.data import IndexedWriter
+from jaxscale.perf import turns
 from tests.perf.scripts import Script
 
 LOADER = ["--seq_len=64", "--batch_size=4", "--seconds=0.05", "--vocab_size=300"]
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch):
+    """A CPU has no clock that would have to settle."""
+    monkeypatch.setattr(turns, "SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")

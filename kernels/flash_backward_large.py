@@ -2,8 +2,8 @@
 
 A warpgroup has no registers for the sums of both. The programs are those of `flash_backward_keys`,
 without dq, but a step's last product, which adds to dk or dv, is issued in the next step: then it
-is one wait with that step's scores, or runs beside exp (`LateSum`). Both passes are 2.7% faster so
-at head size 256 on an H200 and 2.4% at 192/128, and nothing is spilled (docs/kernels.md).
+is one wait with that step's scores, or runs beside exp (`LateSum`). On an H200 both passes are 2.7%
+faster so at head size 256, and nothing is spilled (docs/kernels.md).
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
@@ -19,11 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxscale.kernels import flash_backward_keys
 from jaxscale.kernels.flash_backward_keys import OfKeys, Part, begin_of
 from jaxscale.kernels.flash_scores import (
-    MAX_HEAD_SIZE_OF_THREE,
-    STAGES,
-    STAGES_OF_LATE_SUM,
     LateSum,
     arrive_if,
+    stages_of_late_sum,
     wait_if,
     zeros,
 )
@@ -37,11 +35,9 @@ OF_VALUES = Part(name="flash_attention_backward_of_values", has_dk=False)
 def of_keys(operands, begins, **options: Any):
     """As that of `flash_backward_keys`: [dk, dv]."""
     make = functools.partial(flash_backward_keys.of_keys, operands, begins, dq=None, **options)
-    for_keys, for_values = OF_KEYS, OF_VALUES
-    if operands[0].shape[-1] <= MAX_HEAD_SIZE_OF_THREE:
-        stages = STAGES_OF_LATE_SUM
-        for_keys = dataclasses.replace(for_keys, stages=stages)
-        for_values = dataclasses.replace(for_values, stages=stages, grad_stages=stages)
+    stages = stages_of_late_sum(operands[0].shape[-1])
+    for_keys = dataclasses.replace(OF_KEYS, stages=stages)
+    for_values = dataclasses.replace(OF_VALUES, stages=stages, grad_stages=stages)
     return *make(part=for_keys, make=_OfKeys), *make(part=for_values, make=_OfValues)
 
 
@@ -102,7 +98,7 @@ class _OfKeys(_Late):
         late = LateSum(
             add=lambda: plgpu.wgmma(made, handed, here.q_tiles.at[slot_before]),
             free=lambda: arrive_if(i > 0, here.q_used.at[slot_before]),
-            is_beside_exp=self.part.stages > STAGES,
+            stages=self.part.stages,
         )
         plgpu.barrier_wait(here.q_loaded.at[slot])
 

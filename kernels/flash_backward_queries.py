@@ -19,13 +19,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels.flash_forward import REGISTERS, REGISTERS_TO_COPY
 from jaxscale.kernels.flash_scores import (
-    MAX_HEAD_SIZE_OF_THREE,
-    STAGES,
-    STAGES_OF_LATE_SUM,
     LateSum,
     Operands,
     Scores,
     arrive_if,
+    stages_of_late_sum,
     wait_if,
     zeros,
 )
@@ -46,9 +44,8 @@ def of_queries(operands, begins, *, spans: Spans, scores: Scores):
     visits = tiles_of_keys(spans, num_keys=k_BTKH.shape[1], **tiles)
 
     # Of head size 256, 128 queries, their gradients and two tiles of keys are 192 of 227 KiB.
-    stages, num_values = STAGES_OF_LATE_SUM, STAGES_OF_LATE_SUM
-    if head_size > MAX_HEAD_SIZE_OF_THREE:
-        stages, num_values = STAGES, 1
+    stages = stages_of_late_sum(head_size)
+    num_values = 1 if head_size > 192 else stages
     used = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS)
 
     def operand(*shape):
@@ -162,7 +159,7 @@ class _OfQueries:
         late = LateSum(
             add=lambda: plgpu.wgmma(dq, ds_before, here.k_tiles.at[k_before]),
             free=lambda: arrive_if(i > 0, here.k_used.at[k_before]),
-            is_beside_exp=here.stages > STAGES,
+            stages=here.stages,
         )
         plgpu.barrier_wait(here.k_loaded.at[k_slot])
 

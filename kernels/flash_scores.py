@@ -16,9 +16,6 @@ from jaxscale.kernels.flash_forward import LOG2_E
 from jaxscale.kernels.flash_spans import Work
 
 STAGES = 2  # tiles of queries in shared memory, or of keys
-# The same where sums are added to a step late and there is room, so up to this head size.
-STAGES_OF_LATE_SUM = 3
-MAX_HEAD_SIZE_OF_THREE = 192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,20 +65,29 @@ class Operands:
         return Work(*(self.visits[row, tile, i] for i in range(4)))
 
 
+def stages_of_late_sum(head_size: int) -> int:
+    """As `STAGES`, where sums are added to a step late: three if there is room for them."""
+    return 3 if head_size <= 192 else STAGES
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LateSum:
     """The product of the step before, which adds to a sum in this one.
 
-    add: issues it. free: gives back the tile that it reads. is_beside_exp: it runs beside this
-    step's exp, for which there must be three tiles: of two, the next one would begin its way half a
-    step later, and both passes take 6.5% longer at head size 256 on an H200. Else it goes ahead of
-    this step's scores, and the tile is free as soon as can be. Beside exp both passes take 1.4%
-    less at 192/128, and 1.9% in runs that must repeat to the bit at 128 (docs/kernels.md).
+    add: issues it. free: gives back the tile that it reads, one of so many stages. Of three it runs
+    beside this step's exp. Of two, the next one would begin its way half a step later so, and both
+    passes take 6.5% longer at head size 256 on an H200: it goes ahead of this step's scores, and
+    the tile is free as soon as can be. With three both passes take 1.4% less at 192/128, and 1.9%
+    in runs that must repeat to the bit at 128 (docs/kernels.md).
     """
 
     add: Callable[[], None]
     free: Callable[[], None]
-    is_beside_exp: bool
+    stages: int
+
+    @property
+    def is_beside_exp(self) -> bool:
+        return self.stages > STAGES
 
     def products(self, scores, issue: Callable[[], None]):
         """Those of queries and keys, which `issue` adds to scores."""

@@ -25,7 +25,7 @@ from jaxscale.kernels import (
     flash_spans,
     hopper,
 )
-from jaxscale.kernels.flash_spans import Spans
+from jaxscale.kernels.flash_spans import Pairs
 from jaxscale.kernels.xla_attention import NOTHING
 from jaxscale.kernels.xla_attention import reference as reference
 
@@ -94,8 +94,8 @@ def attention(
     segments_BS = documents.segments_BS
     attention_arguments.check(q_BSNH, k_BTKH, v_BTKV)
     attention_arguments.check_segments(segments_BS, q_BSNH)
-    spans = flash_spans.of_segments(segments_BS, window=window)
-    return _attention(q_BSNH, k_BTKH, v_BTKV, spans, _Options(scale, cap, deterministic))
+    pairs = flash_spans.of_segments(segments_BS, window=window)
+    return _attention(q_BSNH, k_BTKH, v_BTKV, pairs, _Options(scale, cap, deterministic))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,19 +110,19 @@ class _Options:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q_BSNH, k_BTKH, v_BTKV, spans_BS, options):
-    return _forward(q_BSNH, k_BTKH, v_BTKV, spans=spans_BS, **options.of_scores)[0]
+def _attention(q_BSNH, k_BTKH, v_BTKV, pairs, options):
+    return _forward(q_BSNH, k_BTKH, v_BTKV, pairs=pairs, **options.of_scores)[0]
 
 
-def _attention_fwd(q_BSNH, k_BTKH, v_BTKV, spans_BS, options):
-    out_BSNV, lse_BNS = _forward(q_BSNH, k_BTKH, v_BTKV, spans=spans_BS, **options.of_scores)
+def _attention_fwd(q_BSNH, k_BTKH, v_BTKV, pairs, options):
+    out_BSNV, lse_BNS = _forward(q_BSNH, k_BTKH, v_BTKV, pairs=pairs, **options.of_scores)
     out_BSNV = checkpoint_name(out_BSNV, "attention_out")
     lse_BNS = checkpoint_name(lse_BNS, "attention_lse")
-    return out_BSNV, (q_BSNH, k_BTKH, v_BTKV, spans_BS, out_BSNV, lse_BNS)
+    return out_BSNV, (q_BSNH, k_BTKH, v_BTKV, pairs, out_BSNV, lse_BNS)
 
 
 def _attention_bwd(options, residuals, grad_BSNV):
-    q_BSNH, k_BTKH, v_BTKV, spans, out_BSNV, lse_BNS = residuals
+    q_BSNH, k_BTKH, v_BTKV, pairs, out_BSNV, lse_BNS = residuals
     grads = _backward(
         q_BSNH,
         k_BTKH,
@@ -130,7 +130,7 @@ def _attention_bwd(options, residuals, grad_BSNV):
         out_BSNV=out_BSNV,
         lse_BNS=lse_BNS,
         grad_BSNV=grad_BSNV,
-        spans=spans,
+        pairs=pairs,
         in_order=options.deterministic,
         **options.of_scores,
     )
@@ -142,8 +142,8 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 def partial_forward(q_BSNH, k_BTKH, v_BTKH, *, parts, causal: bool, scale: float):
     """As that of `xla_attention`."""
-    spans = flash_spans.of_parts(parts, seq=q_BSNH.shape[1], causal=causal)
-    out_BSNH, lse_BNS = _forward(q_BSNH, k_BTKH, v_BTKH, spans=spans, scale=scale)
+    pairs = _pairs_of(parts, q_BSNH, k_BTKH=k_BTKH, causal=causal)
+    out_BSNH, lse_BNS = _forward(q_BSNH, k_BTKH, v_BTKH, pairs=pairs, scale=scale)
     return out_BSNH, jnp.maximum(lse_BNS, NOTHING).transpose(0, 2, 1)
 
 
@@ -168,19 +168,24 @@ def partial_backward(
         out_BSNV=out_BSNH,
         lse_BNS=lse_BSN.transpose(0, 2, 1),
         grad_BSNV=grad_BSNH,
-        spans=flash_spans.of_parts(parts, seq=q_BSNH.shape[1], causal=causal),
+        pairs=_pairs_of(parts, q_BSNH, k_BTKH=k_BTKH, causal=causal),
         scale=scale,
         in_order=deterministic,
     )
 
 
+def _pairs_of(parts, q_BSNH, *, k_BTKH, causal: bool) -> Pairs:
+    seq, num_keys = q_BSNH.shape[1], k_BTKH.shape[1]
+    return flash_spans.of_parts(parts, seq=seq, num_keys=num_keys, causal=causal)
+
+
 # Of any length.
 
 
-def _forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | None = None):
+def _forward(q_BSNH, k_BTKH, v_BTKV, *, pairs: Pairs, scale: float, cap: float | None = None):
     seq = q_BSNH.shape[1]
     q_BSNH, k_BTKH, v_BTKV = (_padded(x) for x in (q_BSNH, k_BTKH, v_BTKV))
-    spans = spans.padded(q_BSNH.shape[1] - seq)
+    spans = pairs.keys_of_queries.padded(TILE)
     is_dealt = flash_forward_dealt.is_for(q_BSNH.shape[-1], v_BTKV.shape[-1])
     make = flash_forward_dealt.forward if is_dealt else flash_forward.forward
     out_BSNV, lse_BNS = make(q_BSNH, k_BTKH, v_BTKV, spans=spans, scale=scale, cap=cap)
@@ -195,7 +200,7 @@ def _backward(
     out_BSNV,
     lse_BNS,
     grad_BSNV,
-    spans: Spans,
+    pairs: Pairs,
     scale: float,
     in_order: bool,
     cap: float | None = None,
@@ -209,7 +214,7 @@ def _backward(
         grad_BSNV=_padded(grad_BSNV.astype(q_BSNH.dtype)),
         lse_BNS=_padded(lse_BNS, axis=2),
         seen_BNS=_padded(seen_BNS, axis=2),
-        spans=spans.padded(-seq % TILE),
+        pairs=pairs.padded(TILE),
         scale=scale,
         cap=cap,
         in_order=in_order,

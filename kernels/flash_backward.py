@@ -20,7 +20,7 @@ from jaxscale.kernels import flash_backward_dealt, flash_backward_large
 from jaxscale.kernels.flash_backward_keys import MAX_HEAD_SIZE_OF_FIVE, of_keys
 from jaxscale.kernels.flash_backward_queries import of_queries
 from jaxscale.kernels.flash_scores import Scores
-from jaxscale.kernels.flash_spans import Spans
+from jaxscale.kernels.flash_spans import Pairs
 
 
 def backward(
@@ -31,7 +31,7 @@ def backward(
     grad_BSNV,
     lse_BNS,
     seen_BNS,
-    spans: Spans,
+    pairs: Pairs,
     scale: float,
     in_order: bool,
     cap: float | None = None,
@@ -43,7 +43,7 @@ def backward(
     """
     operands = q_BSNH, k_BTKH, v_BTKV, grad_BSNV
     scores = Scores(scale, cap)
-    options: dict[str, Any] = dict(spans=spans, scores=scores)
+    options: dict[str, Any] = dict(pairs=pairs, scores=scores)
     begins = scores.begin(lse_BNS), -seen_BNS
     head_size = q_BSNH.shape[-1]
     is_large = head_size > MAX_HEAD_SIZE_OF_FIVE

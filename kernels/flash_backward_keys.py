@@ -22,16 +22,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels.flash_forward import HIDDEN, REGISTERS, REGISTERS_TO_COPY
+from jaxscale.kernels.flash_forward import HIDDEN, REGISTERS, REGISTERS_TO_COPY, masked
 from jaxscale.kernels.flash_scores import STAGES, Operands, Scores, wait_if, zeros
-from jaxscale.kernels.flash_spans import Spans, Work, tiles_of_queries
+from jaxscale.kernels.flash_spans import Pairs, Work, tiles_seen
 from jaxscale.kernels.hopper import WARPGROUPS, load, run
 
 TILE_Q = 64
 TILE_K = 64 * WARPGROUPS
 # Up to this head size a warpgroup has the registers for its sums of five products.
 MAX_HEAD_SIZE_OF_FIVE = 128
-PER_QUERY = plgpu.Layout.WGMMA.reduce(0)  # of scores that are transposed
+# Of scores that are transposed.
+PER_QUERY, PER_KEY = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,14 +76,15 @@ WHOLE = Part()
 WIDE = Part(num_queries=128)
 
 
-def of_keys(operands, begins, *, spans: Spans, scores: Scores, part: Part = WHOLE, dq, make=None):
+def of_keys(operands, begins, *, pairs: Pairs, scores: Scores, part: Part = WHOLE, dq, make=None):
     """[dk, dv] or one of them; adds dq / scale to `dq`, a reference of float32, unless None.
 
     make: the class of the program, if not `OfKeys`.
     """
     q_BSNH, k_BTKH, v_BTKV, _ = operands
     rows, num_keys, num_key_heads, _ = k_BTKH.shape
-    visits = tiles_of_queries(spans, num_keys=num_keys, tile_q=part.num_queries, tile_k=TILE_K)
+    spans = pairs.queries_of_keys
+    visits = tiles_seen(spans, size=TILE_K, num_seen=q_BSNH.shape[1], seen_size=part.num_queries)
 
     def program(*refs, **scratch):
         group = q_BSNH.shape[2] // num_key_heads
@@ -272,8 +274,9 @@ class OfKeys:
     def make(self, keys_loaded):
         """All of a tile of keys, up to its way to memory."""
         here, of = self.here, self.operands
-        row, key_head, tile = self.place()
-        num_steps, mine = self.num_steps(), self.mine()
+        row, key_head, _ = self.place()
+        num_steps, mine, keys = self.num_steps(), self.mine(), self.keys()
+        seen_by = self.seen_by(row, keys)
         if self.dq is not None:
             # The first step adds the product of these zeros to the dq of its own tile.
             self.hand_over(zeros(self.part.num_queries, here.ds_tiles.dtype), self.slot_of_ds(-1))
@@ -283,13 +286,12 @@ class OfKeys:
             for name, like, made in (("dk", of.k, self.dk), ("dv", of.v, self.dv))
             if made is not None
         }
-        sums = pl.run_scoped(self.all_steps, **sums)
+        sums = pl.run_scoped(functools.partial(self.all_steps, seen_by), **sums)
         if self.dq is not None:
             self.add_last_dq(num_steps)
             # The other warpgroup has read this one's keys for its columns of dq.
             plgpu.barrier_arrive(here.both)
             plgpu.barrier_wait(here.both)
-        keys = (row, pl.ds(tile * TILE_K + lax.axis_index("warpgroup") * 64, 64), key_head)
         # This warpgroup's part of a tile that is read no more, and where it goes.
         places = {
             "dk": (here.k_tile, self.dk, self.scores.scale),
@@ -301,7 +303,20 @@ class OfKeys:
         plgpu.commit_smem()
         for name in sums:
             made_tile, target, _ = places[name]
-            plgpu.copy_smem_to_gmem(made_tile.at[mine], target.at[keys])
+            plgpu.copy_smem_to_gmem(made_tile.at[mine], target.at[row, keys, key_head])
+
+    def keys(self):
+        """This warpgroup's, of the row."""
+        _, _, tile = self.place()
+        return pl.ds(tile * TILE_K + lax.axis_index("warpgroup") * 64, 64)
+
+    def seen_by(self, row, keys) -> dict[str, Any]:
+        """The spans of queries that see each of these keys: what `masked` is told."""
+        first, last = (
+            load(ref.at[row, keys], layout=PER_KEY, optimized=False)
+            for ref in (self.operands.first, self.operands.last)
+        )
+        return dict(first=first, last=last)
 
     def add_last_dq(self, num_steps):
         pl.when(num_steps > 0)(lambda: self.add_dq(num_steps - 1, self.last_head_and_tile()))
@@ -315,13 +330,13 @@ class OfKeys:
         """This warpgroup's keys of the tile."""
         return pl.ds(lax.axis_index("warpgroup") * 64, 64)
 
-    def all_steps(self, **sums):
+    def all_steps(self, seen_by, **sums):
         # What is handed on: where the dq of a step is added, of the first one's zeros in its place.
         first = self.first_head(), self.work().tile(jnp.int32(0))
-        self.over_steps(functools.partial(self.step, **sums), first)
+        self.over_steps(functools.partial(self.step, seen_by=seen_by, **sums), first)
         return {name: made[...] for name, made in sums.items()}
 
-    def step(self, i, head_and_tile, *, handed, is_whole: bool, dk, dv):
+    def step(self, i, head_and_tile, *, handed, is_whole: bool, seen_by, dk, dv):
         here, mine = self.here, self.mine()
         q_slot = self.slot_of_step(i, self.part.stages)
         grad_slot = self.slot_of_step(i, self.part.grad_stages)
@@ -335,7 +350,7 @@ class OfKeys:
                 begin = begin_of(lse_tile)
                 # At head size 64 of what scores begin with, before p and dp take registers.
                 if self.part.is_wide and not is_whole:
-                    begin = self.masked(begin, head_and_tile, hidden=HIDDEN)
+                    begin = self.masked(begin, head_and_tile, seen_by=seen_by, hidden=HIDDEN)
                 scores[...] = begin
             dp[...] = begin_of(here.seen_tiles.at[grad_slot])
             plgpu.wgmma(scores, here.k_tile.at[mine], q_tile.transpose((1, 0)))
@@ -343,7 +358,7 @@ class OfKeys:
             products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             p, slope = self.scores.weights(products, lambda: begin_of(lse_tile))
             if not is_whole and not self.part.is_wide:
-                p = self.masked(p, head_and_tile, hidden=0.0)
+                p = self.masked(p, head_and_tile, seen_by=seen_by, hidden=0.0)
             plgpu.wgmma(dv, p.astype(dtype), grad_tile)
             dp = plgpu.wgmma_accumulator_load(dp, wait_n=1)
             ds = ((p if slope is None else p * slope) * dp).astype(dtype)
@@ -360,18 +375,11 @@ class OfKeys:
         pl.run_scoped(issue, tile, tile)
         return head_and_tile
 
-    def masked(self, values, head_and_tile, *, hidden: float):
-        """Of keys and queries, `hidden` where a query does not see a key."""
-        row, _, tile_of_keys = self.place()
-        _, tile = head_and_tile
-        queries = self.queries(tile)
-        key = tile_of_keys * TILE_K + lax.axis_index("warpgroup") * 64
-        key += plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
-        first = _per_query(self.operands.first.at[row, queries])
-        last = _per_query(self.operands.last.at[row, queries])
-        behind = (key - _by_column(first, values)).astype(jnp.uint32)
-        num = _by_column((last - first).astype(jnp.uint32), values)
-        return jnp.where(behind < num, values, hidden)
+    def masked(self, values, head_and_tile, *, seen_by, hidden: float):
+        """Of keys and a tile of queries, `hidden` where a query does not see a key."""
+        first_query = head_and_tile[1] * self.part.num_queries
+        limits = {name: limit - first_query for name, limit in seen_by.items()}
+        return masked(values, **limits, hidden=hidden)
 
     def queries(self, tile):
         return pl.ds(tile * self.part.num_queries, self.part.num_queries)
@@ -442,16 +450,8 @@ class Scratch:
     both: Any = None
 
 
-def _per_query(ref):
-    return load(ref, layout=PER_QUERY, optimized=False)
-
-
 def begin_of(ref):
     """What sums over the head begin with: of each query the same for all keys."""
     values = load(ref, layout=PER_QUERY)
     tile = lax.broadcast_in_dim(values, (64, *values.shape), [1])
     return plgpu.layout_cast(tile, plgpu.Layout.WGMMA)
-
-
-def _by_column(x, like):
-    return lax.broadcast_in_dim(x, like.shape, [1])

@@ -48,10 +48,11 @@ class _Late(OfKeys):
     late_step: Any
     added_tiles: Any
 
-    def all_steps(self, **sums):
+    def all_steps(self, seen_by, **sums):
         ((name, made),) = sums.items()
         nothing = zeros(self.part.num_queries, self.operands.q.dtype)
-        last = self.over_steps(functools.partial(self.late_step, made=made), nothing)
+        step = functools.partial(self.late_step, seen_by=seen_by, made=made)
+        last = self.over_steps(step, nothing)
         num_steps = self.num_steps()
 
         @pl.when(num_steps > 0)
@@ -76,11 +77,13 @@ class _Late(OfKeys):
         q_tile = self.here.q_tiles.at[slot]
         plgpu.wgmma(scores, self.here.k_tile.at[self.mine()], q_tile.transpose((1, 0)))
 
-    def weights(self, products, head_and_tile, *, slot, is_whole: bool):
-        """As that of `Scores`, with a mask."""
+    def weights(self, products, head_and_tile, *, slot, is_whole: bool, seen_by):
+        """As that of `Scores`, with a mask unless all is seen."""
         lse_tile = self.here.lse_tiles.at[slot]
         p, slope = self.scores.weights(products, lambda: begin_of(lse_tile))
-        return (p if is_whole else self.masked(p, head_and_tile, hidden=0.0)), slope
+        if not is_whole:
+            p = self.masked(p, head_and_tile, seen_by=seen_by, hidden=0.0)
+        return p, slope
 
     def tile(self):
         return plgpu.ACC((64, self.part.num_queries), jnp.float32)
@@ -92,7 +95,7 @@ class _OfKeys(_Late):
     def added_tiles(self):
         return self.here.q_tiles
 
-    def late_step(self, i, head_and_tile, *, handed, is_whole: bool, made):
+    def late_step(self, i, head_and_tile, *, handed, made, **mask):
         here, (slot, slot_before) = self.here, self.slots(i)
         grad_slot = self.slot_of_step(i, self.part.grad_stages)
         late = LateSum(
@@ -105,7 +108,7 @@ class _OfKeys(_Late):
         def make_p(scores):
             self.begin_scores(scores, slot)
             products = late.products(scores, lambda: self.issue_scores(scores, slot))
-            p, slope = self.weights(products, head_and_tile, slot=slot, is_whole=is_whole)
+            p, slope = self.weights(products, head_and_tile, slot=slot, **mask)
             return p if slope is None else p * slope
 
         def make_ds(dp, p):
@@ -128,7 +131,7 @@ class _OfValues(_Late):
     def added_tiles(self):
         return self.here.grad_tiles
 
-    def late_step(self, i, head_and_tile, *, handed, is_whole: bool, made):
+    def late_step(self, i, head_and_tile, *, handed, made, **mask):
         here, (slot, slot_before) = self.here, self.slots(i)
         plgpu.barrier_wait(here.q_loaded.at[slot])
         wait_if(i == 0, here.grad_loaded.at[slot])
@@ -138,7 +141,7 @@ class _OfValues(_Late):
             self.issue_scores(scores, slot)
             plgpu.wgmma(made, handed, here.grad_tiles.at[slot_before])
             products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-            p, _ = self.weights(products, head_and_tile, slot=slot, is_whole=is_whole)
+            p, _ = self.weights(products, head_and_tile, slot=slot, **mask)
             return p.astype(self.operands.q.dtype)
 
         p = pl.run_scoped(make_p, self.tile())

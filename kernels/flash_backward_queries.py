@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels.flash_forward import REGISTERS, REGISTERS_TO_COPY
+from jaxscale.kernels.flash_forward import REGISTERS, REGISTERS_TO_COPY, masked
 from jaxscale.kernels.flash_scores import (
     LateSum,
     Operands,
@@ -27,21 +27,21 @@ from jaxscale.kernels.flash_scores import (
     wait_if,
     zeros,
 )
-from jaxscale.kernels.flash_spans import Spans, tiles_of_keys
-from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
+from jaxscale.kernels.flash_spans import Pairs, tiles_seen
+from jaxscale.kernels.hopper import WARPGROUPS, load, run
 
 TILE_Q = 64 * WARPGROUPS
 TILE_K = 64
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
-def of_queries(operands, begins, *, spans: Spans, scores: Scores):
+def of_queries(operands, begins, *, pairs: Pairs, scores: Scores):
     """dq."""
     q_BSNH, k_BTKH, v_BTKV, _ = operands
     rows, seq, num_heads, head_size = q_BSNH.shape
     v_head_size = v_BTKV.shape[-1]
-    tiles = dict(tile_q=TILE_Q, tile_k=TILE_K)
-    visits = tiles_of_keys(spans, num_keys=k_BTKH.shape[1], **tiles)
+    spans = pairs.keys_of_queries
+    visits = tiles_seen(spans, size=TILE_Q, num_seen=k_BTKH.shape[1], seen_size=TILE_K)
 
     # Of head size 256, 128 queries, their gradients and two tiles of keys are 192 of 227 KiB.
     stages = stages_of_late_sum(head_size)
@@ -175,9 +175,8 @@ class _OfQueries:
             )
             p, slope = self.scores.weights(products, lambda: begin(lse))
             if not is_whole:
-                key = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=plgpu.Layout.WGMMA)
-                key += self.operands.work().tile(i) * TILE_K
-                p = jnp.where((key >= by_row(first, p)) & (key < by_row(last, p)), p, 0.0)
+                keys = self.operands.work().tile(i) * TILE_K
+                p = masked(p, first=first - keys, last=last - keys, hidden=0.0)
             return p if slope is None else p * slope
 
         def make_ds(dp, p):

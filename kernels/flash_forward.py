@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels.flash_spans import Spans, Visits, Work, tiles_of_keys
+from jaxscale.kernels.flash_spans import Spans, Visits, Work, tiles_seen
 from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
 
 # Of 65,536 a multiprocessor has; 128 threads a warpgroup.
@@ -127,7 +127,7 @@ def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | 
 def visits_of(spans: Spans, *, num_keys: int, tiles: Tiles) -> Visits:
     """One tile at least for each tile of queries, so that there always is a first one."""
     tile_q, tile_k = tiles.num_queries, tiles.num_keys
-    visits = tiles_of_keys(spans, num_keys=num_keys, tile_q=tile_q, tile_k=tile_k)
+    visits = tiles_seen(spans, size=tile_q, num_seen=num_keys, seen_size=tile_k)
     return visits.one_at_least(num_keys // tile_k)
 
 
@@ -304,7 +304,7 @@ class Program:
                 powers = s * (self.scale * LOG2_E) - by_row(largest, s)
                 if not is_whole:
                     keys = work.tile(i) * num_keys
-                    powers = _masked(powers, first=first - keys, last=last - keys)
+                    powers = masked(powers, first=first - keys, last=last - keys)
                 p_now = jnp.exp2(powers)
                 total_now = of_lanes + _sum_by_lane(p_now)
                 # With a mask ptxas runs products one by one if they are rounded here.
@@ -362,29 +362,30 @@ class Program:
         if self.cap is not None:
             s, factor = jnp.tanh(s * (self.scale / self.cap)), self.cap
         if keys is not None:
-            s = _masked(s, first=first - keys, last=last - keys)
+            s = masked(s, first=first - keys, last=last - keys)
         largest = jnp.maximum(largest_before, s.max(axis=1) * (factor * LOG2_E))
         shrink = jnp.exp2(largest_before - largest)
         p = jnp.exp2(s * (factor * LOG2_E) - by_row(largest, s))
         return p, largest, total * shrink + p.sum(axis=1), shrink
 
 
-def _masked(s, *, first, last):
-    """Scores [queries, keys] of a tile, HIDDEN but those of its keys from first to last.
+def masked(values, *, first, last, hidden=HIDDEN):
+    """Values [queries, keys] of a tile, `hidden` but those of its keys from first to last; or of
+    keys and queries.
 
     Of every eight keys a thread has two side by side. All that it has of a query are bits of one
-    number, so that a score takes a bit test instead of two comparisons: 185 instructions a step of
+    number, so that a value takes a bit test instead of two comparisons: 185 instructions a step of
     64 queries times 128 keys instead of 297.
     """
-    key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+    key = plgpu.broadcasted_iota(jnp.int32, values.shape, 1, layout=plgpu.Layout.WGMMA)
 
     def bits_below(limit):
-        limit = jnp.clip(by_row(limit, key) - (key & 6), 0, s.shape[1])
+        limit = jnp.clip(by_row(limit, key) - (key & 6), 0, values.shape[1])
         num = 2 * (limit >> 3) + jnp.minimum(limit & 7, 2)
         return ((1 << (num & 31)) - 1) | -(num >> 5)  # of 32 bits all
 
     seen, bit = bits_below(last) & ~bits_below(first), 2 * (key >> 3) + (key & 1)
-    return jnp.where(((seen >> bit) & 1) == 1, s, HIDDEN)
+    return jnp.where(((seen >> bit) & 1) == 1, values, hidden)
 
 
 def _sum_by_lane(p):

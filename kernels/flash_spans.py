@@ -1,8 +1,8 @@
-"""Which keys a query sees, as a span, and which tiles of keys and queries that makes kernels visit.
+"""Which queries see which keys, as spans, and which tiles of either that makes kernels visit.
 
 Causal attention, windows, packed documents and parts of a ring are all the same to a kernel: query
-i of a row sees keys first[i] <= j < last[i]. Tiles outside of the spans are never read, and tiles
-inside of all of them need no mask.
+i of a row sees keys first[i] <= j < last[i], and the queries that see a key are a span too. Tiles
+outside of the spans are never read, and tiles inside of all of them need no mask.
 
 B rows, S queries, T keys, M documents a row at most.
 """
@@ -16,38 +16,77 @@ from jaxscale.kernels.xla_attention import places
 
 
 class Spans(NamedTuple):
-    """int32 [B, S], first <= last; a query whose span is empty sees nothing."""
+    """int32 [B, S] or [B, T], first <= last: the keys that a query sees, or the queries that see a
+    key; none if its span is empty."""
 
-    first_BS: Any
-    last_BS: Any
+    first: Any
+    last: Any
 
-    def padded(self, size: int) -> "Spans":
-        """With `size` queries more, which see nothing."""
-        return Spans(*(jnp.pad(x_BS, ((0, 0), (0, size))) for x_BS in self))
+    def padded(self, tile: int) -> "Spans":
+        """To whole tiles of so many, with empty ones."""
+        size = -self.first.shape[1] % tile
+        return Spans(*(jnp.pad(x, ((0, 0), (0, size))) for x in self))
 
 
-def of_segments(segments_BS, *, window: int | None) -> Spans:
+class Pairs(NamedTuple):
+    """The queries and keys that belong together, from both sides."""
+
+    keys_of_queries: Spans
+    queries_of_keys: Spans
+
+    def padded(self, tile: int) -> "Pairs":
+        return Pairs(*(spans.padded(tile) for spans in self))
+
+
+def of_segments(segments_BS, *, window: int | None) -> Pairs:
     """Of causal attention inside documents; 0 is padding. window: a token sees so many tokens."""
-    token_S = jnp.arange(segments_BS.shape[1], dtype=jnp.int32)
-    begins_BS = segments_BS != jnp.pad(segments_BS, ((0, 0), (1, 0)))[:, :-1]
-    first_BS = jax.lax.cummax(jnp.where(begins_BS, token_S, 0), axis=1)
+    seq = segments_BS.shape[1]
+    token_S = jnp.arange(seq, dtype=jnp.int32)
+    changes_BS = segments_BS[:, 1:] != segments_BS[:, :-1]
+    begins_BS, ends_BS = (
+        jnp.pad(changes_BS, ((0, 0), side), constant_values=True) for side in ((1, 0), (0, 1))
+    )
+    # One scan of rows and of rows turned over: each is three launches.
+    starts_BS = (jnp.where(x_BS, token_S, 0) for x_BS in (begins_BS, ends_BS[:, ::-1]))
+    first_BS, turned_BS = jnp.split(jax.lax.cummax(jnp.concatenate([*starts_BS]), axis=1), 2)
+    end_BS = seq - turned_BS[:, ::-1]
     if window is not None:
         first_BS = jnp.maximum(first_BS, token_S - window + 1)
+        end_BS = jnp.minimum(end_BS, token_S + window)
     is_real_BS = segments_BS > 0
-    return Spans(jnp.where(is_real_BS, first_BS, 0), jnp.where(is_real_BS, token_S + 1, 0))
+    return Pairs(
+        keys_of_queries=_spans_where(is_real_BS, first_BS, end=token_S + 1),
+        queries_of_keys=_spans_where(is_real_BS, token_S, end=end_BS),
+    )
 
 
-def of_parts(parts, *, seq: int, causal: bool) -> Spans:
+def of_parts(parts, *, seq: int, num_keys: int, causal: bool) -> Pairs:
     """Of `partial_forward`: the queries of document m over the keys of document m."""
-    document_BS, place_BS = places(parts.q_starts_BM, parts.q_lengths_BM, seq=seq)
-    mine_BS = jnp.maximum(document_BS, 0)
-    start_BS = jnp.take_along_axis(parts.k_starts_BM, mine_BS, axis=1)
-    length_BS = jnp.take_along_axis(parts.k_lengths_BM, mine_BS, axis=1)
+    queries, keys = (parts.q_starts_BM, parts.q_lengths_BM), (parts.k_starts_BM, parts.k_lengths_BM)
+    document_BS, place_BS = places(*queries, seq=seq)
+    start_BS, length_BS = _of_documents(keys, document_BS)
+    document_BT, place_BT = places(*keys, seq=num_keys)
+    start_BT, length_BT = _of_documents(queries, document_BT)
+    num_seen_BS, num_before_BT = length_BS, jnp.int32(0)
     if causal:
-        length_BS = jnp.minimum(length_BS, place_BS + 1)
-    is_real_BS = document_BS >= 0
-    first_BS = jnp.where(is_real_BS, start_BS, 0)
-    return Spans(first_BS, jnp.where(is_real_BS, start_BS + length_BS, 0))
+        num_seen_BS = jnp.minimum(length_BS, place_BS + 1)
+        num_before_BT = jnp.minimum(length_BT, place_BT)
+    return Pairs(
+        keys_of_queries=_spans_where(document_BS >= 0, start_BS, end=start_BS + num_seen_BS),
+        queries_of_keys=_spans_where(
+            document_BT >= 0, start_BT + num_before_BT, end=start_BT + length_BT
+        ),
+    )
+
+
+def _of_documents(starts_and_lengths_BM, document_BS):
+    """Of each token's document, any of a token that is of none."""
+    mine_BS = jnp.maximum(document_BS, 0)
+    return (jnp.take_along_axis(x_BM, mine_BS, axis=1) for x_BM in starts_and_lengths_BM)
+
+
+def _spans_where(is_real, first, *, end) -> Spans:
+    return Spans(*(jnp.where(is_real, x, 0) for x in (first, end)))
 
 
 class Visits(NamedTuple):
@@ -69,37 +108,17 @@ class Visits(NamedTuple):
         return jnp.stack(self, axis=-1).astype(jnp.int32)
 
 
-def tiles_of_keys(spans: Spans, *, num_keys: int, tile_q: int, tile_k: int) -> Visits:
-    """What each tile of queries visits."""
-    first, last = (x.reshape(x.shape[0], -1, tile_q) for x in spans)
+def tiles_seen(spans: Spans, *, size: int, num_seen: int, seen_size: int) -> Visits:
+    """What each tile of `size` queries visits: tiles of `seen_size` of `num_seen` keys. Or what
+    each tile of keys visits of the queries."""
+    first, last = (x.reshape(x.shape[0], -1, size) for x in spans)
     sees = last > first
-    begin = jnp.where(sees, first, num_keys).min(-1) // tile_k
-    end = -(-jnp.where(sees, last, 0).max(-1) // tile_k)
+    begin = jnp.where(sees, first, num_seen).min(-1) // seen_size
+    end = -(-jnp.where(sees, last, 0).max(-1) // seen_size)
     begin = jnp.minimum(begin, end)
-    whole_begin = jnp.clip(-(-first.max(-1) // tile_k), begin, end)
-    whole_end = jnp.clip(last.min(-1) // tile_k, whole_begin, end)
+    whole_begin = jnp.clip(-(-first.max(-1) // seen_size), begin, end)
+    whole_end = jnp.clip(last.min(-1) // seen_size, whole_begin, end)
     return Visits(begin, end, whole_begin, whole_end)
-
-
-def tiles_of_queries(spans: Spans, *, num_keys: int, tile_q: int, tile_k: int) -> Visits:
-    """What each tile of keys visits: the transpose of `tiles_of_keys`."""
-    by_queries = tiles_of_keys(spans, num_keys=num_keys, tile_q=tile_q, tile_k=tile_k)
-    begin, end, whole_begin, whole_end = (x[:, None] for x in by_queries)
-    tile = jnp.arange(num_keys // tile_k)[:, None]
-    begin, end, _ = _hull((begin <= tile) & (tile < end))
-    whole_begin, whole_end, has_gaps = _hull((whole_begin <= tile) & (tile < whole_end))
-    whole_begin, whole_end = (jnp.where(has_gaps, begin, x) for x in (whole_begin, whole_end))
-    whole_begin = jnp.clip(whole_begin, begin, end)
-    return Visits(begin, end, whole_begin, jnp.clip(whole_end, whole_begin, end))
-
-
-def _hull(chosen):
-    """(first, one past the last, whether some between are not) of bool [..., tiles]."""
-    tiles = chosen.shape[-1]
-    tile = jnp.arange(tiles)
-    end = jnp.where(chosen, tile + 1, 0).max(-1)
-    begin = jnp.minimum(jnp.where(chosen, tile, tiles).min(-1), end)
-    return begin, end, chosen.sum(-1) < end - begin
 
 
 class Work(NamedTuple):

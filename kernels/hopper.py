@@ -36,3 +36,8 @@ def run(program, warpgroups: int = WARPGROUPS) -> None:
 def by_row(x, like):
     """One value for each row, as an array of the shape of `like`."""
     return lax.broadcast_in_dim(x, like.shape, [0])
+
+
+def by_column(x, like):
+    """One value for each column, as an array of the shape of `like`."""
+    return lax.broadcast_in_dim(x, like.shape, [1])

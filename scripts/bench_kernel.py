@@ -7,10 +7,10 @@
     python scripts/bench_kernel.py adamw8bit [--cases=gate,qkv,...]
     python scripts/bench_kernel.py rms_norm [--cases=1b,8b,70b]
 
-Kernels take turns on the same random arrays; a figure is the median of seven timings of eight
-calls (grouped products: of one program of eight). Attention's TFLOP/s count the pairs of a query
-and a key that it sees; GB/s count what has to be read and written at least, beside a copy in the
-same run.
+Kernels take turns on the same random arrays; a figure is the median of seven timings, each 0.15 s
+of calls behind 0.15 s of the same (grouped products: of one program of eight). Attention's TFLOP/s
+count the pairs of a query and a key that it sees; GB/s count what has to be read and written at
+least, beside a copy in the same run.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -59,8 +59,8 @@ def operands(name, sizes=(64, 64)):
 
 
 def forward(q, k, v, segments, window=None, cap=None, **options: Any):
-    spans = flash_spans.of_segments(segments, window=window)
-    options |= dict(spans=spans, scale=q.shape[-1] ** -0.5, cap=cap)
+    pairs = flash_spans.of_segments(segments, window=window)
+    options |= dict(pairs=pairs, scale=q.shape[-1] ** -0.5, cap=cap)
     with interpreted():
         found = flash_attention._forward(q, k, v, **options)
         return [np.asarray(x, np.float64) for x in found]
@@ -72,7 +72,8 @@ def expected(q, k, v, segments, window=None, cap=None):
     k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     s = np.einsum("bsnh,btnh->bnst", q, k) / q.shape[-1] ** 0.5
     s = s if cap is None else cap * np.tanh(s / cap)
-    first, last = (np.asarray(x) for x in flash_spans.of_segments(segments, window=window))
+    spans = flash_spans.of_segments(segments, window=window).keys_of_queries
+    first, last = (np.asarray(x) for x in spans)
     key = np.arange(q.shape[1])
     seen = (key >= first[..., None]) & (key < last[..., None])
     s = np.where(seen[:, None], s, -np.inf)
@@ -235,8 +236,9 @@ def test_tiles_are_dealt_once_and_evenly(lengths, num_rows, most, heads_at_once,
     monkeypatch.setattr(flash_dealt, "PROGRAMS", 132)
     heads, tiles = 16, 16
     segments = np.tile(np.repeat(1 + np.arange(len(lengths)), lengths), (num_rows, 1))
-    spans = flash_spans.of_segments(jnp.asarray(segments, jnp.int32), window=None)
-    visits = flash_spans.tiles_of_keys(spans, num_keys=4096, tile_q=256, tile_k=64)
+    pairs = flash_spans.of_segments(jnp.asarray(segments, jnp.int32), window=None)
+    spans = pairs.keys_of_queries
+    visits = flash_spans.tiles_seen(spans, size=256, num_seen=4096, seen_size=64)
     head_bytes = flash_dealt.L2_BYTES // heads_at_once
     dealt = flash_dealt.deal(visits, num_heads=heads, head_bytes=head_bytes)
     table, counts = np.asarray(dealt.table), dealt.num_of(np.arange(132))

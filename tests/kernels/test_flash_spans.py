@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxscale.kernels import flash_spans
-from jaxscale.kernels.flash_spans import Spans, Work
+from jaxscale.kernels.flash_spans import Pairs, Spans, Work
 from jaxscale.kernels.xla_attention import visible
 
 SEQ, TILE_Q, TILE_K = 512, 64, 128
@@ -27,35 +27,41 @@ CASES = [(name, window) for name in SEGMENTS for window in (None, 1, 100)]
 
 
 def seen(spans: Spans):
-    """bool [S, T] of the only row."""
+    """bool [S, T] of the only row, or [T, S]."""
     first, last = (np.asarray(x)[0][:, None] for x in spans)
     key = np.arange(SEQ)
     return (key >= first) & (key < last)
 
 
+def assert_pairs_are(pairs: Pairs, expected):
+    np.testing.assert_array_equal(seen(pairs.keys_of_queries), expected)
+    np.testing.assert_array_equal(seen(pairs.queries_of_keys), expected.T)
+    for spans in pairs:
+        assert (np.asarray(spans.first) <= np.asarray(spans.last)).all()
+
+
 @pytest.mark.parametrize(("name", "window"), CASES)
 def test_spans_are_those_of_causal_documents(name, window):
-    spans = flash_spans.of_segments(SEGMENTS[name], window=window)
-    np.testing.assert_array_equal(seen(spans), np.asarray(visible(SEGMENTS[name], window))[0])
+    pairs = flash_spans.of_segments(SEGMENTS[name], window=window)
+    assert_pairs_are(pairs, np.asarray(visible(SEGMENTS[name], window))[0])
 
 
 @pytest.mark.parametrize(("name", "window"), CASES)
 @pytest.mark.parametrize("by", ["queries", "keys"])
 def test_every_tile_that_is_seen_is_visited_and_whole_ones_hide_nothing(name, window, by):
-    spans = flash_spans.of_segments(SEGMENTS[name], window=window)
-    tiles = dict(num_keys=SEQ, tile_q=TILE_Q, tile_k=TILE_K)
-    of = flash_spans.tiles_of_keys if by == "queries" else flash_spans.tiles_of_queries
-    visits = np.asarray(of(spans, **tiles).stacked())[0]
-    pairs = seen(spans).reshape(SEQ // TILE_Q, TILE_Q, SEQ // TILE_K, TILE_K)
-    some, every = pairs.any((1, 3)), pairs.all((1, 3))
-    if by == "keys":
-        some, every = some.T, every.T
+    pairs = flash_spans.of_segments(SEGMENTS[name], window=window)
+    size, seen_size = (TILE_Q, TILE_K) if by == "queries" else (TILE_K, TILE_Q)
+    spans = pairs.keys_of_queries if by == "queries" else pairs.queries_of_keys
+    visits = flash_spans.tiles_seen(spans, size=size, num_seen=SEQ, seen_size=seen_size)
+    visits = np.asarray(visits.stacked())[0]
+    tiles = seen(spans).reshape(SEQ // size, size, SEQ // seen_size, seen_size)
+    some, every = tiles.any((1, 3)), tiles.all((1, 3))
     for row, (begin, end, whole_begin, whole_end) in enumerate(visits):
         assert 0 <= begin <= whole_begin <= whole_end <= end <= some.shape[1]
         assert set(np.flatnonzero(some[row])) <= set(range(begin, end))
         assert every[row, whole_begin:whole_end].all()
         # Causal spans without a window have no gaps, so nothing is visited in vain.
-        if window is None and by == "queries":
+        if window is None:
             assert end - begin == some[row].sum()
         work = Work(begin, end, whole_begin, whole_end)
         order = [int(work.tile(i)) for i in range(int(work.num))]
@@ -71,7 +77,7 @@ def test_parts_are_documents_over_documents_that_stand_elsewhere(causal):
         k_starts_BM = np.array([[5, 100, 0]], np.int32)
         k_lengths_BM = np.array([[10, 300 if not causal else 20, 0]], np.int32)
 
-    spans = flash_spans.of_parts(Parts, seq=SEQ, causal=causal)
+    pairs = flash_spans.of_parts(Parts, seq=SEQ, num_keys=SEQ, causal=causal)
     expected = np.zeros((SEQ, SEQ), bool)
     for start, length, k_start, k_length in zip(
         *(
@@ -82,4 +88,4 @@ def test_parts_are_documents_over_documents_that_stand_elsewhere(causal):
     ):
         for place in range(length):
             expected[start + place, k_start : k_start + (place + 1 if causal else k_length)] = True
-    np.testing.assert_array_equal(seen(spans), expected)
+    assert_pairs_are(pairs, expected)

@@ -72,7 +72,7 @@ class Part:
 
 
 WHOLE = Part()
-# Head size 64: 0.91 to 0.93 ms instead of 1.09 on an H200 (docs/kernels.md).
+# Head size 64: 0.91 to 0.93 ms instead of 1.09 on an H200 (docs/kernels_record.md).
 WIDE = Part(num_queries=128)
 
 

@@ -3,7 +3,7 @@
 A warpgroup has no registers for the sums of both. The programs are those of `flash_backward_keys`,
 without dq, but a step's last product, which adds to dk or dv, is issued in the next step: then it
 is one wait with that step's scores, or runs beside exp (`LateSum`). On an H200 both passes are 2.7%
-faster so at head size 256, and nothing is spilled (docs/kernels.md).
+faster so at head size 256, and nothing is spilled (docs/kernels_record.md).
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """

@@ -3,9 +3,9 @@
 A program has 128 queries of one head. Two warpgroups compute, 64 queries each, a third copies tiles
 of keys and values ahead of them. The products of tile i with the queries and of tile i - 1 with V
 are issued together, so the softmax of tile i runs beside the second of them. The warpgroups are not
-made to take turns: that was 9 to 15% slower (docs/kernels.md). Up to head size 128, where two tiles
-of queries fit, programs go on from tile to tile (`flash_forward_dealt.py`), and without a cap most
-tiles need no maxima. At head size 64 four warpgroups compute 256 queries.
+made to take turns: that was 9 to 15% slower (docs/kernels_record.md). Up to head size 128, where
+two tiles of queries fit, programs go on from tile to tile (`flash_forward_dealt.py`), and without a
+cap most tiles need no maxima. At head size 64 four warpgroups compute 256 queries.
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
@@ -48,7 +48,7 @@ class Tiles:
 
 # Head size 64, whose products are half of 128's beside the same exp: 8% faster than `Tiles()`
 # (0.383 and 0.415 ms on an H200), and 3% more with eight stages instead of six and sums by lane
-# (docs/kernels.md).
+# (docs/kernels_record.md).
 OF_HEAD_SIZE_64 = Tiles(warpgroups=4, registers=112, num_keys=64, stages=8, keeps_reference=True)
 
 LOG2_E = math.log2(math.e)

@@ -32,7 +32,7 @@ from jaxscale.kernels.hopper import run
 # another: a slot is loaded anew when all have given it back.
 SLOTS = 2
 # Of tiles of keys with a mask. While all of them needed maxima too head size 64 took 5% less of
-# packed rows than with 1, and 128 the same (docs/kernels.md).
+# packed rows than with 1, and 128 the same (docs/kernels_record.md).
 MASKED_COST = 1.5
 # A sum of p beyond it is taken for an overflow: of 2**60 times a value 2**67 are left.
 MAX_TOTAL = 2.0**60

@@ -78,7 +78,7 @@ class LateSum:
     beside this step's exp. Of two, the next one would begin its way half a step later so, and both
     passes take 6.5% longer at head size 256 on an H200: it goes ahead of this step's scores, and
     the tile is free as soon as can be. With three both passes take 1.4% less at 192/128, and 1.9%
-    in runs that must repeat to the bit at 128 (docs/kernels.md).
+    in runs that must repeat to the bit at 128 (docs/kernels_record.md).
     """
 
     add: Callable[[], None]

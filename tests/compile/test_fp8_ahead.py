@@ -5,12 +5,13 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxscale.command_line import read_config
 from jaxscale.compile import ahead
 from jaxscale.config import MeshConfig, Recipe, Remat
-from jaxscale.kernels import hopper, quantize
+from jaxscale.kernels import block_scaled_matmul, hopper, quantize
 
 pytestmark = [
     pytest.mark.skipif(ahead.missing() is not None, reason=str(ahead.missing())),
@@ -131,6 +132,34 @@ def test_blocks_are_multiplied_by_the_kernel(blockwise):
 def num_block_products(hlo: str) -> int:
     calls = (line for line in hlo.splitlines() if '_target="mosaic_gpu' in line)
     return sum("operand_layout_constraints={f8e4m3fn[" in line for line in calls)
+
+
+@pytest.mark.skipif(jax.__version_info__ < hopper.JAX, reason="this jax is too old for it")
+@pytest.mark.parametrize("by_tile", [True, False])
+@pytest.mark.parametrize("summed", [512, 4096, 14336])
+def test_products_of_blocks_spill_nothing(summed, by_tile, monkeypatch, capfd):
+    """Of the sizes of layers: how many blocks a sum has is known to the compiler."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    (device,) = ahead.devices_of("h100", hosts=1, gpus_per_host=1)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    lines = 2048
+    shapes = (lines, summed), (lines, summed), (lines, summed // 128)
+    shapes += ((lines // 128 if by_tile else lines, summed // 128),)
+    dtypes = 2 * (jnp.float8_e4m3fn,) + 2 * (jnp.float32,)
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+
+    def product(lhs_MK, rhs_NK, lhs_scale, rhs_scale):
+        scales = dict(lhs_scale=lhs_scale, rhs_scale=rhs_scale)
+        return block_scaled_matmul.multiply(lhs_MK, rhs_NK, **scales, out_dtype=jnp.bfloat16)
+
+    jax.jit(product).lower(*arrays).compile(compiler_options=ahead.COMPILER_OPTIONS)
+    said = "".join(capfd.readouterr())
+    assert (
+        said.count("spill stores") == said.count("0 bytes spill stores, 0 bytes spill loads") == 1
+    )
 
 
 # Gradients that are sums yet to be made; a region that is manual over stages, whose program has a

@@ -423,11 +423,13 @@ class Product(Program):
         # Without rows of its own a warpgroup leaves the tensor cores to the other.
         has_rows, make = end > begin, super().make
         mine = work._replace(num_blocks=jnp.where(has_rows, work.num_blocks, 0))
+        made = None
         if before is None:
             # By a branch: a sum of no blocks has products in 8 bits spill 600 bytes a thread, with
             # which they took 153 us on an H200 instead of 64 (docs/kernels.md).
-            made = None
-            pl.when(has_rows)(lambda: make(work, count, before=None))
+            @pl.when(has_rows)
+            def make_and_store() -> None:
+                make(work, count, before=None)
         else:
             made = make(mine, count, before=before)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,8 +144,8 @@ def test_products_of_blocks_spill_nothing(summed, by_tile, monkeypatch, capfd):
     (device,) = ahead.devices_of("h100", hosts=1, gpus_per_host=1)
     sharding = jax.sharding.SingleDeviceSharding(device)
     lines = 2048
-    shapes = (lines, summed), (lines, summed), (lines, summed // 128)
-    shapes += ((lines // 128 if by_tile else lines, summed // 128),)
+    blocks, rhs_lines = summed // 128, lines // 128 if by_tile else lines
+    shapes = (lines, summed), (lines, summed), (lines, blocks), (rhs_lines, blocks)
     dtypes = 2 * (jnp.float8_e4m3fn,) + 2 * (jnp.float32,)
     arrays = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -155,7 +156,8 @@ def test_products_of_blocks_spill_nothing(summed, by_tile, monkeypatch, capfd):
         scales = dict(lhs_scale=lhs_scale, rhs_scale=rhs_scale)
         return block_scaled_matmul.multiply(lhs_MK, rhs_NK, **scales, out_dtype=jnp.bfloat16)
 
-    jax.jit(product).lower(*arrays).compile(compiler_options=ahead.COMPILER_OPTIONS)
+    options: dict[str, Any] = ahead.COMPILER_OPTIONS
+    jax.jit(product).lower(*arrays).compile(compiler_options=options)
     said = "".join(capfd.readouterr())
     assert (
         said.count("spill stores") == said.count("0 bytes spill stores, 0 bytes spill loads") == 1

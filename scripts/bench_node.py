@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     show_progress()
     if len(argv) == 1:
         for name, part in node_parts.PARTS.items():
-            print(f"{name:15s}{(part.__doc__ or '').splitlines()[0]}")
+            print(f"{name:20s}{(part.__doc__ or '').splitlines()[0]}")
         return 0
     if len(argv) > 2 or argv[1] not in node_parts.PARTS:
         names = ", ".join(node_parts.PARTS)

@@ -94,20 +94,38 @@ def pipeline(num: int) -> Part:
 TWO_CHUNKS = {2: 9, 4: 5}
 
 
+def _stages(num: int, *words: str) -> tuple[Words, Words]:
+    """jaxscale's config of a stage a GPU, and what compares it with torchtitan's, but its order."""
+    words = (f"--config.mesh.stage={num}", *words)
+    whole = (CONFIG_8B, *peer_cases.PIPELINE.settings, *words)
+    return whole, ("bench_peers.py", "--cases=pipeline", *words)
+
+
+def _in_two_chunks(num: int, peers: Words) -> list[Words]:
+    """torchtitan by itself, where it can make them."""
+    if num not in TWO_CHUNKS:
+        return []
+    options = f"--peer_options={peer_cases.LAYERS}={TWO_CHUNKS[num]}"
+    return [(*peers, "--order=interleaved_2", options)]
+
+
 def pipeline_peers(num: int) -> Part:
     """A pipeline of 32 microbatches beside torchtitan's, each side in one chunk and in several."""
-    stages = f"--config.mesh.stage={num}"
-    whole = (CONFIG_8B, *peer_cases.PIPELINE.settings, stages)
+    whole, peers = _stages(num)
     chunks = (*whole, "--config.pipeline.schedule=interleaved", "--config.pipeline.chunks=4")
-    peers = ("bench_peers.py", "--cases=pipeline", stages)
     commands: list[Words] = [
         (*peers, "--order=jaxscale,1f1b"),
         ("bench_step.py", *chunks, *MEASURED_ONCE, "--steps=3", "--skip=2"),
+        *_in_two_chunks(num, peers),
     ]
-    if num in TWO_CHUNKS:
-        options = f"--peer_options={peer_cases.LAYERS}={TWO_CHUNKS[num]}"
-        commands.append((*peers, "--order=interleaved_2", options))
     return Part(commands, {"8b_stages": whole, "8b_stages_in_chunks": chunks})
+
+
+def pipeline_peers_few(num: int) -> Part:
+    """The same of one chunk with 8 microbatches, beside torchtitan's 1F1B, GPipe and two chunks."""
+    whole, peers = _stages(num, "--config.batch_size=8", "--config.grad_accumulation=8")
+    commands: list[Words] = [(*peers, "--order=jaxscale,1f1b,gpipe"), *_in_two_chunks(num, peers)]
+    return Part(commands, {"8b_stages_few": whole})
 
 
 # Tokens of a GPU up to which two H200 keep every product of 8B, or all but the first layers' whole
@@ -206,6 +224,7 @@ PARTS: Mapping[str, Callable[[int], Part]] = {
     "fp8": fp8,
     "pipeline": pipeline,
     "pipeline_peers": pipeline_peers,
+    "pipeline_peers_few": pipeline_peers_few,
     "context_64k": _context("context_64k", 65_536),
     "context_128k": _context("context_128k", 131_072),
     "tensor": tensor,

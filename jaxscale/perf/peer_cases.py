@@ -63,6 +63,7 @@ PIPELINE = Case(
         "1f1b": Variant(),
         "interleaved_4": Variant(INTERLEAVED_4),
         "interleaved_2": Variant(INTERLEAVED_2),
+        "gpipe": Variant((f"{SCHEDULE}=GPipe",)),
         "1f1b_eager": Variant((EAGER,), instead_of="1f1b"),
         "interleaved_4_eager": Variant((*INTERLEAVED_4, EAGER), instead_of="interleaved_4"),
     },

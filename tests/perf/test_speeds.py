@@ -42,6 +42,18 @@ def test_the_loader_is_timed_on_a_store_that_is_there(bench_data, tmp_path, caps
     assert (record["num_tokens"], record["mean_document_tokens"]) == (5000, 100)
 
 
+def test_what_is_timed_on_several_arrays_in_one_program_is_traced_once():
+    traced = []
+
+    def double(x):
+        traced.append(x.shape)
+        return 2 * x
+
+    sets = [(np.full(4, number, np.float32),) for number in range(3)]
+    assert turns.in_one_program({"double": double}, sets)["double"] > 0
+    assert traced == [(4,)]
+
+
 def test_kernels_are_timed_beside_one_another_and_checked(capsys):
     script = Script("bench_kernel")
     assert script.run("attention", "--cases=tiny") == 0

@@ -51,7 +51,7 @@ def in_one_program(functions: Mapping[str, Callable], sets: Sequence[Sequence]) 
 
     def each_set(function):
         # As a function of the program it is traced and compiled once, not for each set: a kernel of
-        # Mosaic GPU's takes 3 to 6 s of a CPU each time.
+        # Mosaic GPU's takes 2.5 to 6 s of a CPU each time.
         function = jax.jit(function)
         return jax.jit(lambda sets: [function(*arrays) for arrays in sets])
 

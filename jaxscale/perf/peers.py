@@ -151,7 +151,7 @@ def _ours(settings: list[str], options: Options) -> _System:
 
 
 def _theirs(config: Config, options: Options, *, num_gpus: int, text: Path) -> dict[str, _System]:
-    """The variants of torchtitan. Raises ValueError where it cannot train the config."""
+    """torchtitan's variants of the order. Raises ValueError where one cannot train the config."""
 
     def system_of(variant: Variant) -> _System:
         more = shlex.join(variant.options)
@@ -164,7 +164,8 @@ def _theirs(config: Config, options: Options, *, num_gpus: int, text: Path) -> d
 
         return _System(command, run, variant.instead_of)
 
-    return {name: system_of(variant) for name, variant in options.variants.items()}
+    wanted = {name: each for name, each in options.variants.items() if name in options.order}
+    return {name: system_of(variant) for name, variant in wanted.items()}
 
 
 def _take_turns(

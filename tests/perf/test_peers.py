@@ -221,6 +221,17 @@ def test_a_run_that_fails_is_a_row_and_the_others_go_on(two_gpus, compare, tmp_p
 
 
 @loads_a_config
+def test_a_layout_of_ours_alone_is_measured_by_itself(two_gpus, compare, tmp_path):
+    chunks = ("--config.pipeline.schedule=interleaved", "--config.pipeline.chunks=8")
+    arguments = ("--cases=pipeline", *chunks)
+    code, _, errors = compare(*arguments, "--order=jaxscale,1f1b", peer=write_peer(tmp_path))
+    assert code == 2 and "torchtitan cannot make 16 chunks of 32 layers" in errors
+    code, output, errors = compare(*arguments, "--order=jaxscale", peer=write_peer(tmp_path))
+    assert code == 0, errors
+    assert list(json.loads(output.splitlines()[-1])["systems"]) == ["jaxscale"]
+
+
+@loads_a_config
 def test_a_stand_in_runs_only_for_what_failed(two_gpus, compare, tmp_path):
     order = "--order=jaxscale,1f1b,interleaved_2,1f1b_eager,interleaved_4_eager"
     peer = write_peer(tmp_path)

@@ -164,8 +164,11 @@ def _theirs(config: Config, options: Options, *, num_gpus: int, text: Path) -> d
 
         return _System(command, run, variant.instead_of)
 
-    wanted = {name: each for name, each in options.variants.items() if name in options.order}
-    return {name: system_of(variant) for name, variant in wanted.items()}
+    return {
+        name: system_of(variant)
+        for name, variant in options.variants.items()
+        if name in options.order
+    }
 
 
 def _take_turns(

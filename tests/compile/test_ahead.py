@@ -32,8 +32,6 @@ pytestmark = [
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
 H200 = "NVIDIA H200"
 LAYERS, VOCAB, DIM, CHUNK = 8, 128_256, 4096, 2048
-# Where attention is beside the point: cuDNN's is a call, and ours takes 15 s of a program's 20.
-QUICK_ATTENTION = Attention.CUDNN
 OWN_CHUNK = loss.CHUNK_TOKENS
 
 
@@ -307,6 +305,8 @@ SPLITS: dict[str, dict[str, Any]] = {
     "zero3 in float32": dict(data=2, fsdp=4, reduce_dtype=Dtype.FLOAT32),
 }
 SPLIT_LAYERS = 4
+# It sums nothing over devices: cuDNN's is a call, and ours takes 15 s of a program's 20.
+SPLIT_ATTENTION = Attention.CUDNN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,7 +371,6 @@ class Split:
 
 
 def split_of(config, devices) -> Split:
-    config.attention = QUICK_ATTENTION
     hlo = ahead.text_of(ahead.compile_update(config, devices))
     tables = {config.model.vocab_size, config.model.vocab_size // config.mesh.tensor}
     reductions = [reduction for reduction in reductions_of(hlo) if not tables & set(reduction.dims)]
@@ -408,7 +407,12 @@ def called(attributes: str, lines: list[str]) -> set[str]:
 def split(request, config_8b, devices) -> Split:
     mesh = dict(SPLITS[request.param])
     scan_unroll = mesh.pop("scan_unroll", 1)
-    config = config_8b(remat=Remat.ATTENTION_MLP, scan_unroll=scan_unroll, mesh=MeshConfig(**mesh))
+    config = config_8b(
+        remat=Remat.ATTENTION_MLP,
+        scan_unroll=scan_unroll,
+        mesh=MeshConfig(**mesh),
+        attention=SPLIT_ATTENTION,
+    )
     config.model = dataclasses.replace(config.model, num_layers=SPLIT_LAYERS)
     return split_of(config, devices)
 
@@ -435,7 +439,8 @@ def test_no_block_gradient_is_summed_whole(split):
 @pytest.fixture(scope="module")
 def grouped(config_8b, devices) -> Split:
     """4 devices of a tensor axis over 2 key heads; small, since only the key heads matter."""
-    config = config_8b(seq_len=1024, mesh=MeshConfig(fsdp=2, tensor=4))
+    mesh = MeshConfig(fsdp=2, tensor=4)
+    config = config_8b(seq_len=1024, mesh=mesh, attention=SPLIT_ATTENTION)
     config.model = dataclasses.replace(
         config.model,
         vocab_size=1280,

@@ -10,7 +10,7 @@ import pytest
 from jaxscale.command_line import read_config
 from jaxscale.compile import ahead
 from jaxscale.compile.traffic import axes_of, collectives_of
-from jaxscale.config import Attention, MeshConfig, PipelineConfig, PipelineSchedule, Remat
+from jaxscale.config import MeshConfig, PipelineConfig, PipelineSchedule, Remat
 from jaxscale.parallel.schedules import Shape, buffers, timetable
 from jaxscale.step.plan import plan_of_run
 
@@ -47,8 +47,6 @@ def compiled():
         config = read_config([f"--config={CONFIG}"])
         config.model = dataclasses.replace(config.model, num_layers=LAYERS)
         config.data.max_documents_per_row = 8
-        # A call, where ours takes 15 s of each program's compilation.
-        config.attention = Attention.CUDNN
         config.scan_unroll, config.remat = LAYERS if is_unrolled else 1, Remat.ATTENTION
         config.mesh = MeshConfig(**(dict(stage=STAGES, fsdp=2) | mesh))
         one = PipelineConfig(schedule=PipelineSchedule.ONE_F_ONE_B)

@@ -4,16 +4,19 @@ Tensors: B rows, S sequence, N query heads, K key heads, H head size.
 """
 
 import dataclasses
+import itertools
 import math
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.config import Attention
+from jaxscale.data.text import STDLIB, find_files
 from jaxscale.kernels import xla_attention
 from jaxscale.ops.attention import KERNELS
 from jaxscale.ops.documents import Documents, documents_of
@@ -25,9 +28,16 @@ Function = Callable[..., jax.Array]
 MAX_CHECKED_SEQ = 8192
 
 
+class Packed(NamedTuple):
+    """Documents that fill rows: tokens of each, and the most that a row of such data can hold."""
+
+    lengths: list[list[int]]
+    most: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is attended to. lengths: of the documents that fill a row, tokens."""
+    """What is attended to. packed: what fills so many rows of so many tokens."""
 
     rows: int
     seq: int
@@ -37,20 +47,20 @@ class Case:
     head_size: int = 128
     # Of the values, if not that of the keys.
     v_head_size: int | None = None
-    lengths: Callable[[int], list[int]] = lambda seq: [seq]
+    packed: Callable[[int, int], Packed] = lambda rows, seq: Packed([[seq]] * rows, most=1)
     window: int | None = None
     cap: float | None = None
 
     def segments(self) -> np.ndarray:
         """int32 [rows, seq], from 1."""
-        lengths = self.lengths(self.seq)
-        return np.tile(np.repeat(1 + np.arange(len(lengths)), lengths), (self.rows, 1))
+        rows = self.packed(self.rows, self.seq).lengths
+        return np.stack([np.repeat(1 + np.arange(len(row)), row) for row in rows])
 
     def pairs(self) -> int:
         """Of a query and a key that it sees, over all rows and heads."""
         window = self.window or self.seq
-        seen = (min(i, window) for n in self.lengths(self.seq) for i in range(1, n + 1))
-        return self.rows * self.heads * sum(seen)
+        documents = itertools.chain(*self.packed(self.rows, self.seq).lengths)
+        return self.heads * sum(int(np.minimum(np.arange(n) + 1, window).sum()) for n in documents)
 
     def flop(self) -> int:
         """Of the forward pass: two products for each pair."""
@@ -61,27 +71,45 @@ class Case:
         return 2 * (4 * self.head_size + 3 * (self.v_head_size or self.head_size)) * self.pairs()
 
 
-def log_normal(seq: int) -> list[int]:
-    """Lengths of log-normal documents with a mean of 1,000 tokens."""
+def log_normal(rows: int, seq: int) -> Packed:
+    """Log-normal documents with a mean of 1,000 tokens, the same in each row."""
     rng = np.random.default_rng(1)
-    return _filled(seq, (rng.lognormal(math.log(1000) - 0.5, 1) for _ in range(seq)))
+    return _same(rows, seq, (rng.lognormal(math.log(1000) - 0.5, 1) for _ in range(seq)))
 
 
-def standard_library(seq: int) -> list[int]:
-    """Lengths of files of Python's standard library, four bytes a token, in a fixed order."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).rglob("[a-z]*.py"))
-    sizes = np.asarray([path.stat().st_size // 4 for path in files])
-    return _filled(seq, np.random.default_rng(1).permutation(sizes))
+def some_files(rows: int, seq: int) -> Packed:
+    """Files of Python's standard library in a fixed order, the same in each row."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).rglob("[a-z]*.py"))
+    return _same(rows, seq, np.random.default_rng(1).permutation(_tokens(paths)))
 
 
-def _filled(seq: int, lengths) -> list[int]:
-    """Lengths up to `seq` tokens; the last is cut."""
+def files(rows: int, seq: int) -> Packed:
+    """Rows from all over Python's standard library, as training packs it: file after file."""
+    _, named = find_files(STDLIB)
+    tokens = _tokens(path for _, path in named)
+    ends = np.cumsum(tokens[tokens > 0])
+    # The fullest row begins with a file's last token.
+    most = int((np.searchsorted(ends, ends - 1 + seq) - np.arange(len(ends))).max()) + 1
+    lengths = []
+    for begin in np.arange(rows) * (ends[-1] // rows):
+        inside = ends[(ends > begin) & (ends < begin + seq)]
+        lengths.append(np.diff([begin, *inside, begin + seq]).tolist())
+    return Packed(lengths, most)
+
+
+def _tokens(paths: Iterable[Path]) -> np.ndarray:
+    """Of each file, of four bytes."""
+    return np.asarray([path.stat().st_size // 4 for path in paths])
+
+
+def _same(rows: int, seq: int, lengths) -> Packed:
+    """Up to `seq` tokens of documents; the last is cut."""
     taken: list[int] = []
     for length in lengths:
         if not (left := seq - sum(taken)):
             break
         taken.append(min(max(1, int(length)), left))
-    return taken
+    return Packed([taken] * rows, len(taken))
 
 
 CASES = {
@@ -91,19 +119,27 @@ CASES = {
     "causal_512": Case(32, 512),
     "one_row_2k": Case(1, 2048),
     "causal_32k": Case(1, 32768),
-    "packed": Case(2, 8192, lengths=log_normal),
-    "packed_stdlib": Case(2, 8192, lengths=standard_library),
+    "packed": Case(2, 8192, packed=log_normal),
+    "packed_stdlib": Case(2, 8192, packed=some_files),
+    "files": Case(8, 8192, packed=files),
     "window_32k": Case(1, 32768, window=1024),
     "head_64": Case(4, 4096, heads=16, kv_heads=16, head_size=64),
     "head_64_8k": Case(2, 8192, head_size=64),
     "head_64_1k": Case(16, 1024, heads=16, kv_heads=16, head_size=64),
     "head_64_512": Case(32, 512, heads=16, kv_heads=16, head_size=64),
-    "head_64_packed": Case(2, 8192, head_size=64, lengths=log_normal),
+    "head_64_packed": Case(2, 8192, head_size=64, packed=log_normal),
     "head_256": Case(2, 8192, heads=16, kv_heads=8, head_size=256),
     "head_256_2k": Case(8, 2048, heads=16, kv_heads=8, head_size=256),
     "gemma_2": Case(2, 8192, heads=16, kv_heads=8, head_size=256, cap=50.0),
     "latent": Case(1, 8192, heads=16, kv_heads=16, head_size=192, v_head_size=128),
-    "tiny": Case(1, 128, heads=2, kv_heads=1, head_size=16, lengths=lambda seq: [100, seq - 100]),
+    "tiny": Case(
+        1,
+        128,
+        heads=2,
+        kv_heads=1,
+        head_size=16,
+        packed=lambda rows, seq: Packed([[100, seq - 100]] * rows, most=2),
+    ),
 }
 
 
@@ -119,11 +155,12 @@ def _dtype() -> np.dtype:
 
 
 def _case(name: str, case: Case) -> Iterator[str]:
-    lengths = case.lengths(case.seq)
+    lengths, most = case.packed(case.rows, case.seq)
+    numbers = [len(row) for row in lengths]
     yield (
         f"{name}: rows {case.rows}, sequence {case.seq}, heads {case.heads}/{case.kv_heads} x "
-        f"{case.head_size}/{case.v_head_size or case.head_size}, documents a row {len(lengths)}, "
-        f"window {case.window}, cap {case.cap}"
+        f"{case.head_size}/{case.v_head_size or case.head_size}, documents a row {min(numbers)} to "
+        f"{max(numbers)} of {most} at most, window {case.window}, cap {case.cap}"
     )
     arrays = _random(case)
     kernels = _kernels(case, arrays)
@@ -176,7 +213,7 @@ def _kernels(case: Case, arrays: Sequence[jax.Array]) -> dict[str, Function]:
         is_slow = kernel.HAS_QUADRATIC_MEMORY and platform != "cpu"
         if reason is None and not is_slow:
             found[name] = _packed(kernel.attention, case)
-    if Attention.CUDNN in found and case.segments().max() == 1:
+    if Attention.CUDNN in found and case.packed(case.rows, case.seq).most == 1:
 
         def dense(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
             window = None if case.window is None else (case.window - 1, 0)
@@ -196,7 +233,8 @@ def _kernels(case: Case, arrays: Sequence[jax.Array]) -> dict[str, Function]:
 def _packed(attention: Function, case: Case) -> Function:
     """Of arrays with the case's rows, or fewer."""
     segments = case.segments()
-    bound = 2 ** math.ceil(math.log2(max(1, segments.max())))  # what a run would round it up to
+    # What a run would round it up to.
+    bound = 2 ** math.ceil(math.log2(case.packed(case.rows, case.seq).most))
     options = dict(scale=case.head_size**-0.5, window=case.window, cap=case.cap)
 
     def function(q_BSNH: jax.Array, *keys_and_values: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ T rows (tokens), E groups (experts), K rows and N columns of a matrix.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,12 @@ BLOCK = LANES // 2  # of what is summed, in one tile of bfloat16
 PROGRAMS = 132
 # Of 65,536 a multiprocessor has; 128 threads a warpgroup, and no more than 504 for the three.
 REGISTERS, REGISTERS_TO_COPY = 232, 40
+# Parts of 128 bytes of a tile's lines that are stored at once. A tile that is held has a store
+# beside every second product: half as many fences as with one part beside each, and TMA has read
+# the parts before by then. The matrices' gradient takes 105 us instead of 114 to 117 so on an H200
+# (64 groups of 256 rows); with stores beside the first two products 114 (docs/kernels_record.md).
+STORED_PARTS = 2
+PRODUCTS_A_STORE = 2
 # Rows that one store has; a tile's rows of any number are some of these, each once.
 STORED_ROWS = (64, 32, 16, 8, 4, 2, 1)
 
@@ -126,7 +132,9 @@ def scratch_of(tiles: Tiles, operands, *, like, out_dtype) -> dict[str, Any]:
     return dict(
         lhs_tiles=lhs,
         rhs_tiles=rhs,
-        parts=plgpu.SMEM((WARPGROUPS, 2, 64, lanes), out_dtype, transforms=_by_row(lanes)),
+        parts=plgpu.SMEM(
+            (WARPGROUPS, STORED_PARTS, 64, lanes), out_dtype, transforms=_by_row(lanes)
+        ),
         loaded=plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
         used=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tiles.stages),
     )
@@ -278,7 +286,7 @@ class Program:
     def sums(self, work, count, *, before: Made | None) -> list[Any]:
         """float32 [64, columns], in one or more parts of as many columns.
 
-        128 bytes of each line of `before` are stored beside each product.
+        `before` is stored beside products.
         """
         stores = self.stores(before)
 
@@ -290,7 +298,7 @@ class Program:
                 self.mask(work, i, slot=slot)
                 plgpu.wgmma(sums, *self.operands(slot))
                 for number, store in enumerate(stores):
-                    pl.when(i == number)(store)
+                    pl.when(i == PRODUCTS_A_STORE * number)(store)
                 # The product before this one has been made then, and its tiles are free.
                 plgpu.wgmma_wait(1)
                 used = self.slot(count + i + self.tiles.stages - 1)
@@ -303,7 +311,7 @@ class Program:
 
         made = pl.run_scoped(add_up, plgpu.ACC((64, self.tiles.columns), jnp.float32))
         for number, store in enumerate(stores):
-            pl.when(work.num_blocks <= number)(store)
+            pl.when(work.num_blocks <= PRODUCTS_A_STORE * number)(store)
         return [made]
 
     def store(self, made: Made | None):
@@ -311,27 +319,33 @@ class Program:
             store()
 
     def stores(self, made: Made | None) -> list[Callable[[], None]]:
-        """Each stores 128 bytes of each line; in this order."""
+        """Each stores some parts of 128 bytes of each line; in this order."""
         if made is None:
             return []
-        num_parts = self.tiles.columns // self.parts.shape[-1]
-        return [functools.partial(self.store_part, made, number) for number in range(num_parts)]
+        parts = range(self.tiles.columns // self.parts.shape[-1])
+        return [
+            functools.partial(self.store_parts, made, parts[first : first + STORED_PARTS])
+            for first in parts[::STORED_PARTS]
+        ]
 
-    def store_part(self, made: Made, number: int) -> None:
-        """128 bytes of each line of `made.stored`."""
+    def store_parts(self, made: Made, numbers: Sequence[int]) -> None:
+        """These parts of each line of `made.stored`."""
         lanes = self.parts.shape[-1]
-        part = self.parts.at[lax.axis_index("warpgroup"), number % 2]
-        # One part may still be read while the next is written; of the tile before, none.
-        plgpu.wait_smem_to_gmem(1 if number else 0, wait_read_only=True)
-        which, first = divmod(number * lanes, made.values[0].shape[1])
-        part[...] = made.values[which][:, first : first + lanes].astype(part.dtype)
+        parts = self.parts.at[lax.axis_index("warpgroup")]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for slot, number in enumerate(numbers):
+            which, first = divmod(number * lanes, made.values[0].shape[1])
+            values = made.values[which][:, first : first + lanes]
+            parts.at[slot][...] = values.astype(parts.dtype)
         plgpu.commit_smem()
-        columns = pl.ds(pl.multiple_of(made.column + number * lanes, lanes), lanes)
 
         def copy(begin, size):
             lines = pl.ds(made.line + own_lines().start + begin, size)
-            target = self.target(lines, columns, made=made)
-            plgpu.copy_smem_to_gmem(part.at[pl.ds(begin, size)], target, commit_group=False)
+            for slot, number in enumerate(numbers):
+                columns = pl.ds(pl.multiple_of(made.column + number * lanes, lanes), lanes)
+                target = self.target(lines, columns, made=made)
+                part = parts.at[slot, pl.ds(begin, size)]
+                plgpu.copy_smem_to_gmem(part, target, commit_group=False)
 
         begin, end = made.stored
         for size in STORED_ROWS:

@@ -74,13 +74,13 @@ class Case:
 def log_normal(rows: int, seq: int) -> Packed:
     """Log-normal documents with a mean of 1,000 tokens, the same in each row."""
     rng = np.random.default_rng(1)
-    return _same(rows, seq, (rng.lognormal(math.log(1000) - 0.5, 1) for _ in range(seq)))
+    return _same(rows, seq, lengths=(rng.lognormal(math.log(1000) - 0.5, 1) for _ in range(seq)))
 
 
 def some_files(rows: int, seq: int) -> Packed:
     """Files of Python's standard library in a fixed order, the same in each row."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).rglob("[a-z]*.py"))
-    return _same(rows, seq, np.random.default_rng(1).permutation(_tokens(paths)))
+    return _same(rows, seq, lengths=np.random.default_rng(1).permutation(_tokens(paths)))
 
 
 def files(rows: int, seq: int) -> Packed:
@@ -102,7 +102,7 @@ def _tokens(paths: Iterable[Path]) -> np.ndarray:
     return np.asarray([path.stat().st_size // 4 for path in paths])
 
 
-def _same(rows: int, seq: int, lengths) -> Packed:
+def _same(rows: int, seq: int, *, lengths: Iterable) -> Packed:
     """Up to `seq` tokens of documents; the last is cut."""
     taken: list[int] = []
     for length in lengths:

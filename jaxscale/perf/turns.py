@@ -12,7 +12,9 @@ import jax.numpy as jnp
 # to 4.6% longer behind itself than behind cuDNN's, which draws less power, on an H200, and cuDNN's
 # 4% longer behind it than by itself (docs/kernels.md, "How it is timed").
 SECONDS = 0.15
-# Timings of which the median counts; functions take turns.
+# Timings of which the median counts; functions take turns. Each time another is the first: in one
+# order two copies of a program, the first and the third of four, were 4.6 and 5.0% apart on an H200
+# (docs/kernels.md).
 TIMINGS = 7
 # Calls between waits; as many more are queued meanwhile, so that the GPU is never without.
 CALLS = 8
@@ -23,10 +25,12 @@ def in_turns(functions: Mapping[str, Callable], arrays: Sequence) -> dict[str, f
     timings: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         jax.block_until_ready(function(*arrays))
-    for _ in range(TIMINGS):
-        for name, function in functions.items():
-            _seconds_of_a_call(function, arrays)
-            timings[name].append(_seconds_of_a_call(function, arrays))
+    names = list(functions)
+    for turn in range(TIMINGS):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            _seconds_of_a_call(functions[name], arrays)
+            timings[name].append(_seconds_of_a_call(functions[name], arrays))
     return {name: 1e3 * statistics.median(each) for name, each in timings.items()}
 
 

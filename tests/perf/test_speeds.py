@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxscale.data import IndexedWriter
-from jaxscale.perf import turns
+from jaxscale.perf import attention_speed, turns
 from tests.perf.scripts import Script
 
 LOADER = ["--seq_len=64", "--batch_size=4", "--seconds=0.05", "--vocab_size=300"]
@@ -40,6 +40,25 @@ def test_the_loader_is_timed_on_a_store_that_is_there(bench_data, tmp_path, caps
     assert bench_data.run(*LOADER, f"--prefix={tmp_path / 'tokens'}") == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (record["num_tokens"], record["mean_document_tokens"]) == (5000, 100)
+
+
+def test_rows_of_files_are_full_and_hold_no_more_documents_than_their_bound():
+    case = attention_speed.CASES["files"]
+    packed = case.packed(case.rows, case.seq)
+    assert [sum(row) for row in packed.lengths] == [case.seq] * case.rows
+    assert max(map(len, packed.lengths)) <= packed.most
+    segments = case.segments()
+    assert segments.shape == (case.rows, case.seq)
+    assert segments.max(1).tolist() == [len(row) for row in packed.lengths]
+    # Each query sees itself and what is before it in its document.
+    begins = np.stack([np.maximum.accumulate(_begins(row)) for row in segments])
+    assert case.pairs() == case.heads * int((np.arange(case.seq) - begins + 1).sum())
+
+
+def _begins(segments):
+    """Of the document of each token that begins one; 0 for others."""
+    is_first = np.diff(segments, prepend=0) > 0
+    return np.where(is_first, np.arange(len(segments)), 0)
 
 
 def test_what_is_timed_on_several_arrays_in_one_program_is_traced_once():

@@ -56,6 +56,11 @@ os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 # TODO: try again when jax >= 0.13.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
+# With where each operation was written, one frame deep instead of ten: three programs in 8 bits are
+# traced, lowered and compiled in 50.8 s of a core instead of 55.5 (jax 0.11.2, mean of four runs),
+# flash attention's kernels lowered in 4.9 instead of 5.8.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "1")
+
 # Tracing makes containers by the million and hardly any cycles: looking for those after every 700
 # takes an eighth of the time to trace and lower an update.
 gc.set_threshold(50_000, 20, 100)

@@ -4,6 +4,7 @@ Tensors: B rows, S sequence, N query heads, K key heads, H head size.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import sysconfig
@@ -51,16 +52,20 @@ class Case:
     window: int | None = None
     cap: float | None = None
 
+    @functools.cached_property
+    def documents(self) -> Packed:
+        return self.packed(self.rows, self.seq)
+
     def segments(self) -> np.ndarray:
         """int32 [rows, seq], from 1."""
-        rows = self.packed(self.rows, self.seq).lengths
+        rows = self.documents.lengths
         return np.stack([np.repeat(1 + np.arange(len(row)), row) for row in rows])
 
     def pairs(self) -> int:
         """Of a query and a key that it sees, over all rows and heads."""
         window = self.window or self.seq
-        documents = itertools.chain(*self.packed(self.rows, self.seq).lengths)
-        return self.heads * sum(int(np.minimum(np.arange(n) + 1, window).sum()) for n in documents)
+        lengths = itertools.chain(*self.documents.lengths)
+        return self.heads * sum(int(np.minimum(np.arange(n) + 1, window).sum()) for n in lengths)
 
     def flop(self) -> int:
         """Of the forward pass: two products for each pair."""
@@ -155,7 +160,7 @@ def _dtype() -> np.dtype:
 
 
 def _case(name: str, case: Case) -> Iterator[str]:
-    lengths, most = case.packed(case.rows, case.seq)
+    lengths, most = case.documents
     numbers = [len(row) for row in lengths]
     yield (
         f"{name}: rows {case.rows}, sequence {case.seq}, heads {case.heads}/{case.kv_heads} x "
@@ -213,7 +218,7 @@ def _kernels(case: Case, arrays: Sequence[jax.Array]) -> dict[str, Function]:
         is_slow = kernel.HAS_QUADRATIC_MEMORY and platform != "cpu"
         if reason is None and not is_slow:
             found[name] = _packed(kernel.attention, case)
-    if Attention.CUDNN in found and case.packed(case.rows, case.seq).most == 1:
+    if Attention.CUDNN in found and case.documents.most == 1:
 
         def dense(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
             window = None if case.window is None else (case.window - 1, 0)
@@ -234,7 +239,7 @@ def _packed(attention: Function, case: Case) -> Function:
     """Of arrays with the case's rows, or fewer."""
     segments = case.segments()
     # What a run would round it up to.
-    bound = 2 ** math.ceil(math.log2(case.packed(case.rows, case.seq).most))
+    bound = 2 ** math.ceil(math.log2(case.documents.most))
     options = dict(scale=case.head_size**-0.5, window=case.window, cap=case.cap)
 
     def function(q_BSNH: jax.Array, *keys_and_values: jax.Array) -> jax.Array:

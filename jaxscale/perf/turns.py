@@ -1,5 +1,6 @@
 """Functions timed by turns on the same arrays, and how far results are off."""
 
+import collections
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +26,12 @@ def in_turns(functions: Mapping[str, Callable], arrays: Sequence) -> dict[str, f
     timings: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         jax.block_until_ready(function(*arrays))
-    names = list(functions)
-    for turn in range(TIMINGS):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+    order = collections.deque(functions)
+    for _ in range(TIMINGS):
+        for name in order:
             _seconds_of_a_call(functions[name], arrays)
             timings[name].append(_seconds_of_a_call(functions[name], arrays))
+        order.rotate(-1)
     return {name: 1e3 * statistics.median(each) for name, each in timings.items()}
 
 

@@ -44,7 +44,7 @@ def test_the_loader_is_timed_on_a_store_that_is_there(bench_data, tmp_path, caps
 
 def test_rows_of_files_are_full_and_hold_no_more_documents_than_their_bound():
     case = attention_speed.CASES["files"]
-    packed = case.packed(case.rows, case.seq)
+    packed = case.documents
     assert [sum(row) for row in packed.lengths] == [case.seq] * case.rows
     assert max(map(len, packed.lengths)) <= packed.most
     segments = case.segments()

@@ -49,3 +49,7 @@ def test_functions_take_turns_at_being_first_and_a_slow_one_is_called_no_more_th
     of_slow, of_fast = ["slow"] * 2 * turns.CALLS, ["fast"] * 32
     two_turns = of_slow + of_fast + of_fast + of_slow
     assert calls == two_turns * (turns.TIMINGS // 2) + of_slow + of_fast
+
+
+def test_where_nothing_can_run_nothing_is_timed():
+    assert turns.in_turns({}, ()) == {}

@@ -5,7 +5,8 @@ tiles of queries, of all heads that share the key head, which see them. Five pro
 (transposed, so that p and ds stay in registers as operands), dv, dk, and dq, whose part is added in
 float32 to what other programs add. dq of a tile is made one tile late: ds crosses from one
 warpgroup to the other, and neither waits for it. What a warpgroup does between products runs beside
-a product of its own: p beside dp, ds beside dv, the addition of dq beside dk. At head size 64
+a product of its own: p beside dp, ds beside dv, the addition of dq beside dk. A warpgroup leaves
+its products out where none of a step's queries sees its keys. At head size 64 it makes all, and
 programs go on from tile to tile (`flash_backward_dealt.py`), steps are of 128 queries, and dq of 64
 is made by each warpgroup (`Part.is_wide`).
 
@@ -84,7 +85,11 @@ def of_keys(operands, begins, *, pairs: Pairs, scores: Scores, part: Part = WHOL
     q_BSNH, k_BTKH, v_BTKV, _ = operands
     rows, num_keys, num_key_heads, _ = k_BTKH.shape
     spans = pairs.queries_of_keys
-    visits = tiles_seen(spans, size=TILE_K, num_seen=q_BSNH.shape[1], seen_size=part.num_queries)
+    in_tiles = dict(num_seen=q_BSNH.shape[1], seen_size=part.num_queries)
+    visits = tiles_seen(spans, size=TILE_K, **in_tiles).stacked()
+    # Behind them what each warpgroup's keys are seen by, from and to.
+    own = tiles_seen(spans, size=TILE_K // WARPGROUPS, **in_tiles).stacked()[..., :2]
+    visits = jnp.concatenate([visits, own.reshape(visits.shape)], axis=-1)
 
     def program(*refs, **scratch):
         group = q_BSNH.shape[2] // num_key_heads
@@ -104,7 +109,7 @@ def of_keys(operands, begins, *, pairs: Pairs, scores: Scores, part: Part = WHOL
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     added_to = () if dq is None else (dq,)
-    return kernel(*operands, *begins, *spans, visits.stacked(), *added_to)
+    return kernel(*operands, *begins, *spans, visits, *added_to)
 
 
 def scratch_of(operands, *, part: Part, has_dq: bool, slots: tuple[int, ...] = ()):
@@ -311,12 +316,15 @@ class OfKeys:
         return pl.ds(tile * TILE_K + lax.axis_index("warpgroup") * 64, 64)
 
     def seen_by(self, row, keys) -> dict[str, Any]:
-        """The spans of queries that see each of these keys: what `masked` is told."""
+        """The spans of queries that see each of these keys, which `masked` is told, and the tiles
+        of queries that see one of them."""
         first, last = (
             load(ref.at[row, keys], layout=PER_KEY, optimized=False)
             for ref in (self.operands.first, self.operands.last)
         )
-        return dict(first=first, last=last)
+        own = 4 + 2 * lax.axis_index("warpgroup")
+        tiles = (self.operands.visits[row, self.place()[2], own + i] for i in range(2))
+        return dict(first=first, last=last, tiles=tuple(tiles))
 
     def add_last_dq(self, num_steps):
         pl.when(num_steps > 0)(lambda: self.add_dq(num_steps - 1, self.last_head_and_tile()))
@@ -368,17 +376,38 @@ class OfKeys:
             else:
                 plgpu.wgmma(dk, ds, q_tile)
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(here.q_used.at[q_slot])
-            plgpu.barrier_arrive(here.grad_used.at[grad_slot])
 
-        tile = plgpu.ACC((64, self.part.num_queries), jnp.float32)
-        pl.run_scoped(issue, tile, tile)
+        def make():
+            tile = plgpu.ACC((64, self.part.num_queries), jnp.float32)
+            pl.run_scoped(issue, tile, tile)
+
+        def pass_by():
+            # Both make dq of what both have, and that of the step before is still to be added.
+            if self.dq is not None:
+                self.hand_over(zeros(self.part.num_queries, dtype), self.slot_of_ds(i))
+                self.add_dq(i - 1, handed)
+
+        if is_whole or self.part.is_wide:
+            make()
+        else:
+            lax.cond(self.sees_own(head_and_tile, seen_by=seen_by), make, pass_by)
+        plgpu.barrier_arrive(here.q_used.at[q_slot])
+        plgpu.barrier_arrive(here.grad_used.at[grad_slot])
         return head_and_tile
+
+    def sees_own(self, head_and_tile, *, seen_by):
+        """Whether a query of the tile sees one of this warpgroup's keys.
+
+        The other's may be of another document, or before these. Of log-normal documents 8% of these
+        halves of a step are in vain, of files 2%, and left out (docs/kernels_record.md).
+        """
+        (_, tile), (begin, end) = head_and_tile, seen_by["tiles"]
+        return (tile >= begin) & (tile < end)
 
     def masked(self, values, head_and_tile, *, seen_by, hidden: float):
         """Of keys and a tile of queries, `hidden` where a query does not see a key."""
         first_query = head_and_tile[1] * self.part.num_queries
-        limits = {name: limit - first_query for name, limit in seen_by.items()}
+        limits = {name: seen_by[name] - first_query for name in ("first", "last")}
         return masked(values, **limits, hidden=hidden)
 
     def queries(self, tile):

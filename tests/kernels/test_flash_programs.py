@@ -33,6 +33,8 @@ RTOL = 5e-3
 CASES = {
     "one document": (512, 1, 1, [512], None),
     "documents, padding, shared keys": (512, 2, 1, [100, 1, 27, 300], None),
+    # Of the first tile of keys each warpgroup has a document, and so no more than half of a step.
+    "a document each": (384, 2, 1, [64, 200, 50], None),
     "window": (512, 1, 1, [512], 70),
     "no whole tiles": (200, 2, 2, [120, 70], None),
     "three tiles of 128": (384, 1, 1, [384], None),
@@ -168,6 +170,13 @@ def test_head_size_64_backward(name):
     assert_gradients_are(*gradients(name))
 
 
+@pytest.mark.parametrize(
+    "name", ["documents, padding, shared keys", "a document each", "window", "no whole tiles"]
+)
+def test_head_size_128_backward(name):
+    assert_gradients_are(*gradients(name, (128, 128)))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_backward_with_a_cap_and_of_other_head_sizes(sizes, deterministic):
@@ -183,6 +192,7 @@ LATE = [
     ("documents, padding, shared keys", (192, 128)),
     ("nothing but padding", (256, 256)),
     ("window", (128, 128)),
+    ("a document each", (128, 128)),
 ]
 
 

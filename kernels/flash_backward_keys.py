@@ -87,9 +87,10 @@ def of_keys(operands, begins, *, pairs: Pairs, scores: Scores, part: Part = WHOL
     spans = pairs.queries_of_keys
     in_tiles = dict(num_seen=q_BSNH.shape[1], seen_size=part.num_queries)
     visits = tiles_seen(spans, size=TILE_K, **in_tiles).stacked()
-    # Behind them what each warpgroup's keys are seen by, from and to.
-    own = tiles_seen(spans, size=TILE_K // WARPGROUPS, **in_tiles).stacked()[..., :2]
-    visits = jnp.concatenate([visits, own.reshape(visits.shape)], axis=-1)
+    if make is None:
+        # Behind them each warpgroup's own, from and to.
+        own = tiles_seen(spans, size=TILE_K // WARPGROUPS, **in_tiles).stacked()[..., :2]
+        visits = jnp.concatenate([visits, own.reshape(visits.shape)], axis=-1)
 
     def program(*refs, **scratch):
         group = q_BSNH.shape[2] // num_key_heads
@@ -316,15 +317,22 @@ class OfKeys:
         return pl.ds(tile * TILE_K + lax.axis_index("warpgroup") * 64, 64)
 
     def seen_by(self, row, keys) -> dict[str, Any]:
-        """The spans of queries that see each of these keys, which `masked` is told, and the tiles
-        of queries that see one of them."""
+        """The spans of queries that see each of these keys: what `masked` is told."""
         first, last = (
             load(ref.at[row, keys], layout=PER_KEY, optimized=False)
             for ref in (self.operands.first, self.operands.last)
         )
-        own = 4 + 2 * lax.axis_index("warpgroup")
-        tiles = (self.operands.visits[row, self.place()[2], own + i] for i in range(2))
-        return dict(first=first, last=last, tiles=tuple(tiles))
+        return dict(first=first, last=last)
+
+    def own_tiles(self):
+        """The tiles of queries, from and to, that see one of this warpgroup's keys.
+
+        The other's may be of another document, or before these. Of log-normal documents 8% of the
+        halves of steps are in vain, of files 2%, and left out (docs/kernels_record.md).
+        """
+        row, _, tile = self.place()
+        place = len(Work._fields) + 2 * lax.axis_index("warpgroup")
+        return tuple(self.operands.visits[row, tile, place + i] for i in range(2))
 
     def add_last_dq(self, num_steps):
         pl.when(num_steps > 0)(lambda: self.add_dq(num_steps - 1, self.last_head_and_tile()))
@@ -341,10 +349,13 @@ class OfKeys:
     def all_steps(self, seen_by, **sums):
         # What is handed on: where the dq of a step is added, of the first one's zeros in its place.
         first = self.first_head(), self.work().tile(jnp.int32(0))
-        self.over_steps(functools.partial(self.step, seen_by=seen_by, **sums), first)
+        own_tiles = None if self.part.is_wide else self.own_tiles()
+        step = functools.partial(self.step, seen_by=seen_by, own_tiles=own_tiles, **sums)
+        self.over_steps(step, first)
         return {name: made[...] for name, made in sums.items()}
 
-    def step(self, i, head_and_tile, *, handed, is_whole: bool, seen_by, dk, dv):
+    def step(self, i, head_and_tile, *, handed, is_whole: bool, seen_by, own_tiles, dk, dv):
+        """own_tiles: if given, other tiles are passed by."""
         here, mine = self.here, self.mine()
         q_slot = self.slot_of_step(i, self.part.stages)
         grad_slot = self.slot_of_step(i, self.part.grad_stages)
@@ -387,27 +398,19 @@ class OfKeys:
                 self.hand_over(zeros(self.part.num_queries, dtype), self.slot_of_ds(i))
                 self.add_dq(i - 1, handed)
 
-        if is_whole or self.part.is_wide:
+        if is_whole or own_tiles is None:
             make()
         else:
-            lax.cond(self.sees_own(head_and_tile, seen_by=seen_by), make, pass_by)
+            (_, tile), (begin, end) = head_and_tile, own_tiles
+            lax.cond((tile >= begin) & (tile < end), make, pass_by)
         plgpu.barrier_arrive(here.q_used.at[q_slot])
         plgpu.barrier_arrive(here.grad_used.at[grad_slot])
         return head_and_tile
 
-    def sees_own(self, head_and_tile, *, seen_by):
-        """Whether a query of the tile sees one of this warpgroup's keys.
-
-        The other's may be of another document, or before these. Of log-normal documents 8% of these
-        halves of a step are in vain, of files 2%, and left out (docs/kernels_record.md).
-        """
-        (_, tile), (begin, end) = head_and_tile, seen_by["tiles"]
-        return (tile >= begin) & (tile < end)
-
     def masked(self, values, head_and_tile, *, seen_by, hidden: float):
         """Of keys and a tile of queries, `hidden` where a query does not see a key."""
         first_query = head_and_tile[1] * self.part.num_queries
-        limits = {name: seen_by[name] - first_query for name in ("first", "last")}
+        limits = {name: limit - first_query for name, limit in seen_by.items()}
         return masked(values, **limits, hidden=hidden)
 
     def queries(self, tile):

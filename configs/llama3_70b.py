@@ -11,7 +11,7 @@ with tensor 8 and without async_tensor 1,395 GB, over 5 s (docs/parallelism.md).
 `--config.scan_unroll=80`: 67.8 GiB and 235 GB, 1.2 s; compiling takes minutes, once.
 """
 
-from jaxscale.config import Config, DataConfig, MeshConfig, Remat
+from jaxscale.config import AsyncTensor, Config, DataConfig, MeshConfig, Remat
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
@@ -35,6 +35,6 @@ def get_config(arg: str = "") -> Config:
         batch_size=128,
         seq_len=8192,
         remat=Remat.ATTENTION,
-        mesh=MeshConfig(fsdp=-1, tensor=4, async_tensor=True),
+        mesh=MeshConfig(fsdp=-1, tensor=4, async_tensor=AsyncTensor.AUTO),
         data=DataConfig(path="python-stdlib", tokenizer="bytes"),
     )

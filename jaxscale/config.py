@@ -174,6 +174,19 @@ class Exchange(enum.StrEnum):
     RING = "ring"
 
 
+class AsyncTensor(enum.StrEnum):
+    """Layers on parts of the rows, so that what `mesh.tensor` sends has products beside it.
+
+    RING: the rows of one device after another (`ops/ring.py`). HALVES: two halves of each device's
+    rows (`ops/halves.py`). AUTO: a ring where it can be, else halves (`async_tensor_of`).
+    """
+
+    OFF = "off"
+    AUTO = "auto"
+    RING = "ring"
+    HALVES = "halves"
+
+
 class Balance(enum.StrEnum):
     HEAD_TAIL = "head_tail"
     DOCUMENT = "document"
@@ -228,9 +241,8 @@ class MeshConfig:
     # Whether `tensor` splits the residual stream between blocks: its rows, where as many go through
     # a layer at once, else its sequence.
     sequence_parallel: bool = True
-    # Layers run on two halves of each device's rows, so that what `tensor` sends for one half is
-    # sent beside the products of the other.
-    async_tensor: bool = False
+    # Whether what `tensor` sends is sent beside products, and how.
+    async_tensor: AsyncTensor = AsyncTensor.OFF
 
     def sizes(self, num_devices: int) -> dict[str, int]:
         """Axis name to size, with -1 filled in.
@@ -747,19 +759,65 @@ def splits_rows(config: Config, sizes: dict[str, int]) -> bool:
     A gather along the sequence of several rows is followed by a copy that puts them in order, and a
     reduce-scatter comes behind one: 12 of the whole stream a layer, 2% of a step of 70B's width.
     """
-    rows = rows_of_group(config, sizes) // (2 if config.mesh.async_tensor else 1)
+    in_halves = async_tensor_of(config, sizes) == AsyncTensor.HALVES
+    rows = rows_of_group(config, sizes) // (2 if in_halves else 1)
     return config.mesh.sequence_parallel and rows % sizes["tensor"] == 0
 
 
+def async_tensor_of(
+    config: Config, sizes: dict[str, int], *, num_processes: int = 1
+) -> AsyncTensor:
+    """config.mesh.async_tensor, or what `auto` is on a mesh of these sizes.
+
+    Raises ValueError for a ring that cannot be.
+    """
+    wanted = AsyncTensor(config.mesh.async_tensor)
+    if wanted in (AsyncTensor.OFF, AsyncTensor.HALVES):
+        return wanted
+    objection = _ring_objection(config, sizes, num_processes=num_processes)
+    if wanted == AsyncTensor.AUTO:
+        if sizes["tensor"] == 1:
+            return AsyncTensor.OFF
+        return AsyncTensor.HALVES if objection else AsyncTensor.RING
+    if objection:
+        raise ValueError(
+            f"config.mesh.async_tensor={wanted.value!r}: {objection}; set it to 'auto'"
+        )
+    return wanted
+
+
+def _ring_objection(config: Config, sizes: dict[str, int], *, num_processes: int) -> str | None:
+    """Why rows cannot be passed on in a ring."""
+    tensor, rows, heads = sizes["tensor"], rows_of_group(config, sizes), config.model.num_kv_heads
+    if num_processes > 1:
+        return f"GPUs of one process copy to each other, and there are {num_processes} processes"
+    if rows % tensor or not config.mesh.sequence_parallel:
+        return (
+            f"{rows} rows are in a layer at once, and each of the {tensor} devices of "
+            "config.mesh.tensor needs as many of its own, with config.mesh.sequence_parallel=True"
+        )
+    if heads % tensor:
+        return f"config.mesh.tensor={tensor} does not divide config.model.num_kv_heads={heads}"
+    if config.precision.recipe != Recipe.DTYPE:
+        recipe = config.precision.recipe.value
+        return f"config.precision.recipe={recipe!r} scales a weight by what all devices have of it"
+    if config.mesh.zero != 3:
+        return f"config.mesh.zero={config.mesh.zero} leaves weights whole"
+    if sizes["data"] > 1 and num_weight_shards(sizes) > 1:
+        return f"whole gradients would be summed over config.mesh.data={sizes['data']}"
+    return None
+
+
 def _validate_async_tensor(config: Config, sizes: dict[str, int]) -> None:
-    """What layers on two halves of the rows need."""
-    if not config.mesh.async_tensor:
+    """What layers on parts of the rows need."""
+    kind = async_tensor_of(config, sizes)
+    if kind == AsyncTensor.OFF:
         return
     rows = config.batch_size // config.grad_accumulation
     pairs = 2 * num_row_shards(sizes)
-    fix = "set config.mesh.async_tensor=False, or "
+    fix = "set config.mesh.async_tensor='off', or "
     _require(
-        rows % pairs == 0,
+        kind == AsyncTensor.RING or rows % pairs == 0,
         "batch_size",
         value=config.batch_size,
         fix=f"config.mesh.async_tensor halves the rows of each device, and config.batch_size / "
@@ -779,7 +837,8 @@ def _validate_async_tensor(config: Config, sizes: dict[str, int]) -> None:
             value == wanted or is_same,
             key,
             value=value,
-            fix=f"with config.mesh.async_tensor=True it must be {wanted}; {fix}set it to {wanted}",
+            fix=f"with config.mesh.async_tensor={str(config.mesh.async_tensor)!r} it must be "
+            f"{wanted}; {fix}set it to {wanted}",
         )
 
 

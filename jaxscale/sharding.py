@@ -158,6 +158,11 @@ def mesh_axes(axes: str, *, with_manual: bool = False) -> tuple[str, ...]:
     return tuple(found) if with_manual else _minus(found, _manual_axes())
 
 
+def spec_of(axes: str | Sequence[str | None]) -> PartitionSpec:
+    """`Rules.spec` by the rules in use."""
+    return _rules().spec(axes)
+
+
 def _rules() -> Rules:
     if _current_rules.value is None:
         raise ValueError(
@@ -340,9 +345,9 @@ def constrain(x, axes):
 
 def _placed(x, spec):
     if explicit := _axes_of_type(AxisType.Explicit):
-        x = jax.sharding.reshard(x, _like(x, _only(spec, explicit)))
+        x = jax.sharding.reshard(x, _like(x, only(spec, explicit)))
     if auto := _axes_of_type(AxisType.Auto):
-        x = jax.lax.with_sharding_constraint(x, _only(spec, auto))
+        x = jax.lax.with_sharding_constraint(x, only(spec, auto))
     return x
 
 
@@ -350,7 +355,7 @@ def reshape(x, shape: Sequence[int], out: str):
     """`jnp.reshape` whose result has the sharding of the logical axes `out`."""
     spec = _rules().spec(out) if _mode() else None
     if explicit := spec is not None and _axes_of_type(AxisType.Explicit):
-        x = jax.lax.reshape(x, shape, out_sharding=_like(x, _only(spec, explicit)))
+        x = jax.lax.reshape(x, shape, out_sharding=_like(x, only(spec, explicit)))
     else:
         x = jnp.reshape(x, shape)
     return x if spec is None else _placed(x, spec)
@@ -369,7 +374,7 @@ def einsum(subscripts: str, *operands, out: str, **options):
     explicit = _axes_of_type(AxisType.Explicit)
     if not explicit:
         return _placed(jnp.einsum(subscripts, *operands, **options), spec)
-    wanted = _only(spec, explicit)
+    wanted = only(spec, explicit)
     # In two steps, as else the operands of a weight's gradient would be split unlike, which jax
     # refuses where that gradient is to stay a sum of each device's own tokens.
     specs = [jax.typeof(operand).sharding.spec for operand in operands]
@@ -599,7 +604,8 @@ def _without(spec: PartitionSpec, axes) -> PartitionSpec:
     return _spec(_minus(_as_tuple(entry), axes) for entry in spec.partitions)
 
 
-def _only(spec: PartitionSpec, axes) -> PartitionSpec:
+def only(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """What these mesh axes split."""
     return _without(spec, _minus(_split_axes(spec), axes))
 
 

@@ -6,6 +6,7 @@
     python scripts/bench_kernel.py quantize [--cases=gate,qkv,...]
     python scripts/bench_kernel.py adamw8bit [--cases=gate,qkv,...]
     python scripts/bench_kernel.py rms_norm [--cases=1b,8b,70b]
+    python scripts/bench_kernel.py collective [--cases=qkv,down,...]
 
 Kernels take turns on the same random arrays; a figure is the median of seven timings, each 0.15 s
 of calls behind 0.15 s of the same (grouped products: of one program of eight). Attention's TFLOP/s
@@ -22,6 +23,7 @@ from jaxscale.command_line import EXIT_MISTAKE, parse_flags_and_words, tell
 from jaxscale.perf import (
     adamw8bit_speed,
     attention_speed,
+    collective_speed,
     grouped_speed,
     matmul_speed,
     quantize_speed,
@@ -33,6 +35,7 @@ CASES = flags.DEFINE_list("cases", [], "which, of those that the kernel has; all
 KERNELS: dict[str, tuple[Callable[[Sequence[str]], Iterator[str]], Sequence[str]]] = {
     "adamw8bit": (adamw8bit_speed.measure, list(adamw8bit_speed.CASES)),
     "attention": (attention_speed.measure, list(attention_speed.CASES)),
+    "collective": (collective_speed.measure, list(collective_speed.CASES)),
     "grouped": (grouped_speed.measure, list(grouped_speed.CASES)),
     "matmul": (matmul_speed.measure, list(matmul_speed.CASES)),
     "quantize": (quantize_speed.measure, list(quantize_speed.CASES)),
@@ -47,13 +50,20 @@ def main(argv: list[str]) -> int | None:
     if unknown := [name for name in CASES.value if name not in cases]:
         message = f"--cases={','.join(unknown)}: {argv[1]} has {', '.join(cases)}"
         return tell(ValueError(message), EXIT_MISTAKE)
-    names = CASES.value or [name for name in cases if name != "tiny"]
-    if names != ["tiny"] and jax.default_backend() == "cpu":
+    names = CASES.value or [name for name in cases if not _is_tiny(name)]
+    if not all(map(_is_tiny, names)) and jax.default_backend() == "cpu":
         message = "JAX finds no GPU here, and CPUs have no memory for this: give --cases=tiny"
         return tell(ValueError(message), EXIT_MISTAKE)
-    for line in measure(names):
-        print(line, flush=True)
+    try:
+        for line in measure(names):
+            print(line, flush=True)
+    except ValueError as error:
+        return tell(error, EXIT_MISTAKE)
     return None
+
+
+def _is_tiny(name: str) -> bool:
+    return name.startswith("tiny")
 
 
 if __name__ == "__main__":

@@ -296,7 +296,7 @@ class Block(nnx.Module):
             qkv_BSKMH = qkv_BSKMH if bias is None else _plus(qkv_BSKMH, bias)
             # Its transpose is one concatenation; that of slices is a sum of padded arrays.
             q_BSKGH, k_BSK1H, v_BSK1H = jax.lax.split(qkv_BSKMH, (group, 1, 1), axis=3)
-            q_shape = (*x_BSD.shape[:2], c.num_heads, c.head_dim())
+            q_shape = (*x_BSD.shape[:2], q_BSKGH.shape[2] * group, c.head_dim())
             q_BSNH = shd.reshape(q_BSKGH, q_shape, "batch seq heads head")
         else:
             q_BSNH, k_BSK1H, v_BSK1H = self._project_beyond_key_heads(x_BSD, bias, execution)

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxscale import sharding as shd
 from jaxscale.config import number
 from jaxscale.models import decoder, hugging_face
-from jaxscale.ops import rope
+from jaxscale.ops import ring, rope
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.gated import geglu
 from jaxscale.ops.layers import Stack
@@ -68,7 +68,8 @@ class Model(decoder.Model):
         """One stack, whose layers are local but for each `global_every`th."""
         local, whole = (functools.partial(block, is_local=is_local) for is_local in (True, False))
         turn = (local,) * (self.c.global_every - 1) + (whole,)
-        return (Stack(self.layers, turn, share=self._share, reads_by_linear=True),)
+        known: dict[str, Any] = dict(reads_by_linear=True, sums_in_ring=True)
+        return (Stack(self.layers, turn, share=self._share, **known),)
 
     def _share(self, documents):
         angles = functools.partial(rope.angles, documents.positions_BS, self.c.head_dim())
@@ -99,21 +100,28 @@ class Block(decoder.Block):
 def block(x_BSD, weights: Block, shared, execution: Execution, *, is_local: bool):
     """One layer: (x, no aux)."""
     c = weights.c
+
+    def attend(normed_BSD, shared):
+        return weights.attend(
+            normed_BSD,
+            cos_sin=shared["local" if is_local else "global"],
+            documents=shared["documents"],
+            execution=execution,
+            scale=(c.query_scale or c.head_dim()) ** -0.5,
+            window=c.window if is_local else None,
+            cap=c.score_cap,
+        )
+
+    def feed_forward(normed_BSD, _):
+        return weights.feed_forward(normed_BSD, execution=execution, activation=geglu)
+
     x_BSD, normed_BSD = weights.normed(x_BSD, weights.attention_norm, execution=execution)
-    added_BSD = weights.attend(
-        normed_BSD,
-        cos_sin=shared["local" if is_local else "global"],
-        documents=shared["documents"],
-        execution=execution,
-        scale=(c.query_scale or c.head_dim()) ** -0.5,
-        window=c.window if is_local else None,
-        cap=c.score_cap,
-    )
+    added_BSD = ring.summed(attend, normed_BSD, shared, execution=execution)
     added_BSD = decoder.normed(added_BSD, weights.post_attention_norm, c=c)
     x_BSD, normed_BSD = weights.normed(
         x_BSD, weights.mlp_norm, added_BSD=added_BSD, execution=execution
     )
-    added_BSD = weights.feed_forward(normed_BSD, execution=execution, activation=geglu)
+    added_BSD = ring.summed(feed_forward, normed_BSD, shared, execution=execution)
     return x_BSD + decoder.normed(added_BSD, weights.post_mlp_norm, c=c), {}
 
 

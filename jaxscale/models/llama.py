@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxscale.config import number
 from jaxscale.models import decoder, hugging_face
-from jaxscale.ops import rope
+from jaxscale.ops import ring, rope
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.layers import Stack
 
@@ -54,7 +54,8 @@ class Model(decoder.Model):
 
     def stacks(self) -> tuple[Stack, ...]:
         """One stack of equal layers."""
-        return (Stack(self.layers, (block,), share=self._share, reads_by_linear=True),)
+        known: dict[str, Any] = dict(reads_by_linear=True, sums_in_ring=True)
+        return (Stack(self.layers, (block,), share=self._share, **known),)
 
     def _share(self, documents):
         c = self.c
@@ -77,19 +78,26 @@ class Block(decoder.Block):
 
 def block(x_BSD, weights: Block, shared, execution: Execution):
     """One layer: (x, no aux). shared: cos and sin of the positions, and the documents."""
-    cos_sin, documents = shared
+
+    def attend(normed_BSD, shared):
+        cos_sin, documents = shared
+        return weights.attend(
+            normed_BSD,
+            cos_sin=cos_sin,
+            documents=documents,
+            execution=execution,
+            window=weights.c.window,
+        )
+
+    def feed_forward(normed_BSD, _):
+        return weights.feed_forward(normed_BSD, execution=execution)
+
     x_BSD, normed_BSD = weights.normed(x_BSD, weights.attention_norm, execution=execution)
-    added_BSD = weights.attend(
-        normed_BSD,
-        cos_sin=cos_sin,
-        documents=documents,
-        execution=execution,
-        window=weights.c.window,
-    )
+    added_BSD = ring.summed(attend, normed_BSD, shared, execution=execution)
     x_BSD, normed_BSD = weights.normed(
         x_BSD, weights.mlp_norm, added_BSD=added_BSD, execution=execution
     )
-    return x_BSD + weights.feed_forward(normed_BSD, execution=execution), {}
+    return x_BSD + ring.summed(feed_forward, normed_BSD, shared, execution=execution), {}
 
 
 # As Hugging Face has it.

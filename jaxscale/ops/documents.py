@@ -23,6 +23,10 @@ class Documents:
     lengths_BM: jax.Array
 
 
+# The logical axes of each.
+AXES = dict(segments_BS="batch seq", positions_BS="batch seq", lengths_BM="batch _")
+
+
 def documents_of(segments_BS, positions_BS, *, max_documents: int) -> Documents:
     """The documents of packed rows; those of a row beyond `max_documents` must be padding."""
     number_M = jnp.arange(1, max_documents + 1, dtype=segments_BS.dtype)

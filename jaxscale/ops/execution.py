@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxscale.config import Attention, Balance, Dtype, Exchange, Norm, Remat
+from jaxscale.config import AsyncTensor, Attention, Balance, Dtype, Exchange, Norm, Remat
 from jaxscale.ops.delayed import Meters
 from jaxscale.ops.fp8 import Fp8
 
@@ -42,9 +42,10 @@ class Execution:
     # to the devices, but for all-to-all (`ops/deal.py`).
     exchange: Exchange = Exchange.ALL_TO_ALL
     balance: Balance = Balance.HEAD_TAIL
-    # Layers run on two halves of a device's rows (`ops/halves.py`).
-    async_tensor: bool = False
-    # Weights come gathered and cast, one set for both halves.
+    # Layers run on parts of the rows: each device's in a ring (`ops/ring.py`), or two halves of its
+    # own (`ops/halves.py`).
+    async_tensor: AsyncTensor = AsyncTensor.OFF
+    # Weights come gathered and cast, one set for all parts.
     is_gathered: bool = False
     # The most documents that a row may hold.
     max_documents: int = 32

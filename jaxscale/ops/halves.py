@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale import sharding as shd
-from jaxscale.ops.documents import Documents
+from jaxscale.ops.documents import AXES, Documents
 
 RESIDUAL = "residual_rows residual_seq act_embed"
 
@@ -33,7 +33,7 @@ def split(x_BSD, axes: str = RESIDUAL):
     def local(x):
         if x.shape[0] % (2 * num_parts):
             raise ValueError(
-                f"config.mesh.async_tensor=True: a device's {x.shape[0]} rows cannot be halved; "
+                f"config.mesh.async_tensor='halves': {x.shape[0]} rows cannot be halved; "
                 "make the rows of a microbatch a multiple of 2 * data * fsdp"
             )
         size, rest = x.shape[0] // 2, x.shape[1:]
@@ -54,8 +54,7 @@ def join(halves):
 
 
 def split_documents(documents: Documents) -> tuple[Documents, Documents]:
-    axes = dict(segments_BS="batch seq", positions_BS="batch seq", lengths_BM="batch _")
-    parts = {name: split(getattr(documents, name), of) for name, of in axes.items()}
+    parts = {name: split(getattr(documents, name), of) for name, of in AXES.items()}
     first, second = (
         dataclasses.replace(documents, **{name: pair[i] for name, pair in parts.items()})
         for i in range(2)

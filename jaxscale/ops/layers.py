@@ -16,8 +16,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import sharding as shd
-from jaxscale.config import Remat
-from jaxscale.ops import delayed, halves
+from jaxscale.config import AsyncTensor, Remat
+from jaxscale.ops import delayed, halves, ring
 from jaxscale.ops.documents import Documents
 from jaxscale.ops.execution import Execution
 from jaxscale.ops.linear import GATHERED, SCALES, gathered
@@ -55,12 +55,14 @@ class Stack:
     blocks: what a layer computes; several take turns (local, local, global, local, ...).
     share: of the documents, what all layers read, computed once: positions as angles, say.
     reads_by_linear: each weight with an axis `embed` is read by `ops.linear` alone, and once.
+    sums_in_ring: what the blocks add to x they make in `ops.ring.summed`.
     """
 
     weights: Any
     blocks: tuple[Block, ...]
     share: Callable[[Documents], Any] = lambda documents: documents
     reads_by_linear: bool = False
+    sums_in_ring: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -132,7 +134,19 @@ def run_layers(stack: Stack, x, *, documents: Documents, execution: Execution):
     tokens each). So it does where their parts are summed over copies: XLA makes all those sums at
     the end, one after the other with nothing beside them, 4.5 GB of 8B in two copies on 8 GPUs.
     """
-    if execution.async_tensor:
+    if execution.async_tensor == AsyncTensor.RING:
+        if not stack.sums_in_ring:
+            raise ValueError(
+                "config.mesh.async_tensor='ring': layers of config.model need the rows of all "
+                "devices at once; set it to 'halves' or 'off'"
+            )
+
+        def layers(weights, x, *, parts):
+            mine = dataclasses.replace(stack, weights=weights)
+            return _run_layers(mine, x, shared=[*map(stack.share, parts)], execution=execution)
+
+        return ring.run(layers, stack.weights, x, documents=documents)
+    if execution.async_tensor == AsyncTensor.HALVES:
         x, shared = halves.split(x), [*map(stack.share, halves.split_documents(documents))]
         x, aux = _run_layers(stack, x, shared=shared, execution=execution)
         return halves.join(x), aux
@@ -249,8 +263,8 @@ def _layer(block: Block, execution: Execution):
             weights,
             is_leaf=lambda leaf: isinstance(leaf, Parted),
         )
-        if execution.async_tensor:
-            x, aux = _in_halves(block, x, weights=weights, shared=shared, execution=mine)
+        if execution.async_tensor != AsyncTensor.OFF:
+            x, aux = _in_parts(block, x, weights=weights, shared=shared, execution=mine)
         else:
             x, aux = block(x, weights, shared, mine)
         return x, aux | ({FINITE: is_finite(x)} if execution.watches_finite else {})
@@ -264,8 +278,8 @@ def is_finite(tree):
     return jnp.stack(found).min()
 
 
-def _in_halves(block: Block, x, *, weights, shared, execution: Execution):
-    """Of both halves of the rows, with one gather of the weights and one sum of their gradients."""
+def _in_parts(block: Block, x, *, weights, shared, execution: Execution):
+    """Of all parts of the rows, with one gather of the weights and one sum of their gradients."""
 
     def whole(box):
         axes = shd.axes_of(box)
@@ -276,13 +290,17 @@ def _in_halves(block: Block, x, *, weights, shared, execution: Execution):
 
     weights = jax.tree.map(whole, weights, is_leaf=lambda box: shd.axes_of(box) is not None)
     mine = dataclasses.replace(execution, is_gathered=True)
-    results = [block(x, weights, shared, mine) for x, shared in zip(x, shared, strict=True)]
-    if any(aux for _, aux in results):
+    if execution.async_tensor == AsyncTensor.RING:
+        x, aux = block(x, weights, shared, mine)
+    else:
+        results = [block(x, weights, shared, mine) for x, shared in zip(x, shared, strict=True)]
+        x, aux = tuple(x for x, _ in results), results[0][1]
+    if aux:
         raise ValueError(
-            "config.mesh.async_tensor=True: layers that have losses or variables of their own need "
-            "all rows at once; set it to False"
+            "config.mesh.async_tensor: layers that have losses or variables of their own need all "
+            "rows at once; set it to 'off'"
         )
-    return tuple(x for x, _ in results), {}
+    return x, {}
 
 
 def _in_turns(leaf, num_turns: int, *, length: int):

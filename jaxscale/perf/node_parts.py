@@ -155,7 +155,7 @@ def _context(name: str, seq_len: int) -> Callable[[int], Part]:
     return part
 
 
-WAITS, HIDES = (f"--config.mesh.async_tensor={value}" for value in (False, True))
+WAITS, HIDES = (f"--config.mesh.async_tensor={value}" for value in ("off", "auto"))
 
 
 def _wide(num: int, *mesh: str) -> Words:
@@ -179,7 +179,7 @@ def tensor(num: int) -> Part:
         [
             (
                 *("bench_variants.py", *programs["70b_width_tensor"], "--variant=tensor"),
-                *("--variant=async: mesh.async_tensor=True", "--rounds=2", "--steps=3"),
+                *("--variant=async: mesh.async_tensor=auto", "--rounds=2", "--steps=3"),
             ),
             (
                 *("bench_step.py", *programs["70b_width_fsdp"]),

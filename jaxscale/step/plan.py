@@ -86,6 +86,7 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
     run_config.validate(config)
     devices = jax.devices() if devices is None else devices
     _check_precision(config, devices[0])
+    config = _with_async_tensor(config, devices)
     sizes = run_config.validate_on(config, len(devices))
     if corpus is not None:
         bound = corpus.train.max_documents_per_row
@@ -151,6 +152,14 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
         ),
         shared_options=options.shared_options(config, device.platform),
     )
+
+
+def _with_async_tensor(config: Config, devices) -> Config:
+    """The config without an `auto` that these devices decide."""
+    sizes = config.mesh.sizes(len(devices))
+    num_processes = len({device.process_index for device in devices})
+    kind = run_config.async_tensor_of(config, sizes, num_processes=num_processes)
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, async_tensor=kind))
 
 
 def _of_optimizer(config: Config, shardings: Callable, *, state, axes):

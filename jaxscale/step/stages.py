@@ -66,7 +66,7 @@ def loss_and_gradients(state: TrainState, batch: Batch, *, plan: Plan, num_token
     axes = row_axes(plan)
     scale = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
     scale = loss_scale.scaled(scale, by=state.loss_scale)
-    specs = jax.tree.map(lambda s: _only(s.spec, (STAGE, *axes)), plan.update_shardings)
+    specs = jax.tree.map(lambda s: shd.only(s.spec, (STAGE, *axes)), plan.update_shardings)
     meters = _meters(state, plan)
     of_counts = _meter_specs(plan)["counts"]
     mapped = _on_stages(on_stage, plan, more=(BATCH, P()), out_specs=(of_counts, P(), specs))
@@ -112,12 +112,12 @@ def _meter_specs(plan: Plan) -> dict[str, dict]:
     """How the manual axes split `_meters`."""
     manual = (STAGE, *row_axes(plan))
     of_layers = {
-        name: _only(leaf.sharding.spec, manual) for name, leaf in dict(plan.state.amax).items()
+        name: shd.only(leaf.sharding.spec, manual) for name, leaf in dict(plan.state.amax).items()
     }
     of_counts = delayed.count_shardings(plan)
     return dict(
         factors={name: Factors(spec, spec) for name, spec in of_layers.items()},
-        counts={name: _only(sharding.spec, manual) for name, sharding in of_counts.items()},
+        counts={name: shd.only(sharding.spec, manual) for name, sharding in of_counts.items()},
     )
 
 
@@ -129,7 +129,7 @@ def _on_stages(function: Callable, plan: Plan, *, more: tuple, out_specs):
     axes = row_axes(plan)
     manual = (STAGE, *axes)
     specs = [
-        jax.tree.map(lambda leaf: _only(leaf.sharding.spec, manual), tree)
+        jax.tree.map(lambda leaf: shd.only(leaf.sharding.spec, manual), tree)
         for tree in (plan.state.params, plan.state.frozen)
     ]
     specs.append(_meter_specs(plan))
@@ -139,16 +139,6 @@ def _on_stages(function: Callable, plan: Plan, *, more: tuple, out_specs):
     return jax.shard_map(
         function, axis_names=set(manual), in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-
-
-def _only(spec: P, axes: tuple[str, ...]) -> P:
-    """What these mesh axes split."""
-
-    def entry(split):
-        mine = tuple(axis for axis in jax.tree.leaves((split,)) if axis in axes)
-        return (mine[0] if len(mine) == 1 else mine) or None
-
-    return P(*map(entry, spec.partitions))
 
 
 def without_stages(state: TrainState, plan: Plan) -> tuple[TrainState, Plan]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale import sharding as shd
-from jaxscale.config import Balance, Exchange
+from jaxscale.config import AsyncTensor, Balance, Exchange
 from jaxscale.models.decoder import forward, logits
 from jaxscale.ops.deal import head_tail
 from jaxscale.ops.documents import documents_of
@@ -52,7 +52,7 @@ def sample(plan: Plan, state: TrainState, *, prompt: np.ndarray, num_tokens: int
     num_tokens = min(num_tokens, window - len(prompt))
     # Every row is the same: the mesh axes that split rows each need one, or one for each half.
     num_rows = math.prod(plan.mesh.shape[axis] for axis in shd.mesh_axes("residual_rows"))
-    num_rows *= 2 if plan.execution.async_tensor else 1
+    num_rows *= 2 if plan.execution.async_tensor == AsyncTensor.HALVES else 1
     row = np.pad(prompt, (0, window - len(prompt)))[_order_of(plan, window)]
     rows = np.tile(row, (num_rows, 1))
     tokens_BS = jax.make_array_from_callback(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxscale.command_line import read_config
 from jaxscale.compile import ahead, fit
 from jaxscale.compile.traffic import collectives_of, computations, groups_over, traffic_of
-from jaxscale.config import Attention, Dtype, MeshConfig, Remat, rows_of_group
+from jaxscale.config import AsyncTensor, Attention, Dtype, MeshConfig, Remat, rows_of_group
 from jaxscale.ops import loss
 from jaxscale.step.plan import Plan, plan_of_run
 from jaxscale.step.update import update
@@ -434,6 +434,27 @@ def test_no_block_gradient_is_summed_whole(split):
     others = split.not_over("all-reduce", "data", "tensor")
     # Norm scales and scalars.
     assert others and sum(reduction.num_elements for reduction in others) < 2 * split.num_scales()
+
+
+def test_block_gradients_are_scattered_where_rows_are_passed_on_in_a_ring(config_8b, devices):
+    config = config_8b(
+        remat=Remat.ATTENTION_MLP,
+        scan_unroll=1,
+        mesh=MeshConfig(fsdp=4, tensor=2, async_tensor=AsyncTensor.RING),
+        attention=SPLIT_ATTENTION,
+    )
+    config.model = dataclasses.replace(config.model, num_layers=SPLIT_LAYERS)
+    split = split_of(config, devices)
+    sums = split.over("reduce-scatter", "fsdp")
+    assert sum(reduction.num_elements for reduction in sums) == split.num_matrix_elements()
+    assert {(reduction.dtype, reduction.in_loop) for reduction in sums} == {("bf16", True)}
+    test_no_block_gradient_is_summed_whole(split)
+    # A layer's rows go on twice and their sums twice; back as often. Recomputed, rows go twice and
+    # attention's sums once.
+    rows, seq_len = rows_of_group(config, split.plan.mesh.shape) // 2, config.seq_len
+    stream = rf"bf16\[{rows},{seq_len},{config.model.model_dim}\]"
+    messages = re.findall(rf"= \(?\(?{stream}.*? collective-permute(?:-start)?\(", split.hlo)
+    assert len(messages) == 11
 
 
 @pytest.fixture(scope="module")

@@ -188,14 +188,15 @@ ON_DEVICES = {
         "make it a multiple",
     ),
     "--config.mesh.fsdp=8 --config.batch_size=4": ("config.batch_size=4", "a multiple of 8"),
-    "--config.mesh.async_tensor": (
+    "--config.mesh.async_tensor=halves": (
         "config.batch_size=8",
-        "set config.mesh.async_tensor=False, or set config.batch_size to a multiple of 16",
+        "set config.mesh.async_tensor='off', or set config.batch_size to a multiple of 16",
     ),
     STAGES: ("config.mesh.stage=2 is more than the 1 layers", "set it to 1 or less"),
-    f"{STAGES} --config.model.num_layers=6 --config.mesh.async_tensor --config.mesh.tensor=2": (
+    f"{STAGES} --config.model.num_layers=6 --config.mesh.async_tensor=auto"
+    " --config.mesh.tensor=2": (
         "config.mesh.stage=2",
-        "set config.mesh.async_tensor=False",
+        "set config.mesh.async_tensor='off'",
     ),
     f"{STAGES} --config.model.num_layers=6 --config.pipeline.schedule=interleaved"
     " --config.pipeline.chunks=4": ("config.pipeline.chunks=4", "set it to 3 or less"),

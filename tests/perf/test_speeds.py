@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -128,6 +129,16 @@ def test_updates_in_8_bits_are_timed_beside_those_of_float32_moments(capsys):
     assert case == "tiny: [128, 256]" and len(lines) == 3
     assert reason == "8 bits, one launch is left out: it needs an NVIDIA GPU, not cpu"
     assert all("GB/s" in line and line.endswith("of a copy") for line in lines)
+
+
+def test_products_are_timed_by_how_they_meet_what_devices_send(capsys):
+    assert Script("bench_kernel").run("collective", "--cases=tiny,tiny_sum") == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith(f"{jax.device_count()} x cpu")
+    ways = [line for line in lines if line.startswith("  ")]
+    assert len(ways) == 12 and len(lines) == 14
+    errors = [float(line.split()[-1]) for line in ways if "collective" not in line]
+    assert len(errors) == 10 and max(errors) < 5e-3
 
 
 @pytest.mark.parametrize(

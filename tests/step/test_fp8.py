@@ -38,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "stages": dict(stage=2, fsdp=4, grad_accumulation=2),
     # Of more microbatches than stages: a stage that has nothing to do reads what nobody wrote.
     "idle stages": dict(stage=2, fsdp=4, grad_accumulation=4, stages_take_turns="one_f_one_b"),
-    "async": dict(fsdp=2, data=2, tensor=2, async_tensor=True),
+    "async": dict(fsdp=2, data=2, tensor=2, async_tensor="auto"),
 }
 CASES = [("fp8_tensorwise", layout) for layout in LAYOUTS]
 CASES += [("fp8_rowwise", layout) for layout in ("zero3", "tp sp")]

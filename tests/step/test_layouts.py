@@ -1,14 +1,16 @@
 """A layout never changes the mathematics."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxscale.config import Dtype
+from jaxscale.config import AsyncTensor, Dtype, async_tensor_of
+from jaxscale.models import gemma
 from jaxscale.ops.layers import LAYERS_AHEAD
 from tests.step.alike import LOSS_RTOL, assert_trains_like
-from tests.step.conftest import make_plan, small_config
+from tests.step.conftest import in_8_bits, make_plan, small_config
 
 # Name -> devices, mesh and batch settings. DP, ZeRO-1 to 3, HSDP, TP, SP and products, with more
 # devices than key heads (tensor=4 and 8 over 2) and a vocabulary that no axis divides (257).
@@ -52,7 +54,10 @@ def test_a_layout_starts_the_same_and_trains_the_same_as_one_device(run, layout,
 SPLITS_ROWS: dict[str, tuple[dict[str, Any], bool]] = {
     "8 of 2 devices": (dict(data=2, fsdp=1, stage=2, tensor=2, grad_accumulation=2), True),
     "4 of 4": (dict(fsdp=2, tensor=4, grad_accumulation=2), True),
-    "4 of 4, in halves": (dict(fsdp=2, tensor=4, grad_accumulation=2, async_tensor=True), False),
+    "4 of 4, in halves": (
+        dict(fsdp=2, tensor=4, grad_accumulation=2, async_tensor="halves"),
+        False,
+    ),
     "2 of 4": (dict(fsdp=2, tensor=4, grad_accumulation=4), False),
     "2 of 2, beside context": (dict(fsdp=2, context=2, tensor=2, grad_accumulation=4), True),
     "1 of 2": (dict(fsdp=4, tensor=2, grad_accumulation=4), False),
@@ -135,14 +140,76 @@ ASYNC: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", ASYNC)
 def test_layers_on_halves_of_the_rows_train_the_same(run, layout):
-    assert_trains_like(run(**ASYNC[layout], async_tensor=True), run(1))
+    assert_trains_like(run(**ASYNC[layout], async_tensor="halves"), run(1))
+
+
+# Layers on the rows of one device after another.
+FOUR_KEY_HEADS = dataclasses.replace(small_config().model, num_kv_heads=4, qkv_bias=True)
+GEMMA = gemma.Config(
+    vocab_size=257,
+    model_dim=64,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    mlp_dim=96,
+    head_size=16,
+    global_every=2,
+    window=5,
+)
+RING: dict[str, dict[str, Any]] = {
+    "tp2, gemma": dict(num_devices=2, fsdp=1, tensor=2, model=GEMMA),
+    "fsdp tp auto": dict(fsdp=4, tensor=2, axis_types="auto"),
+    "tp4 accumulated": dict(fsdp=2, tensor=4, grad_accumulation=2, model=FOUR_KEY_HEADS),
+    "dp tp": dict(data=4, fsdp=1, tensor=2),
+    "fsdp tp, weights kept": dict(fsdp=4, tensor=2, reshard_after_forward=False, remat="gemms"),
+    "fsdp context tp unrolled": dict(fsdp=2, context=2, tensor=2, scan_unroll=2, remat="attention"),
+}
+
+
+@pytest.mark.parametrize("layout", RING)
+def test_layers_on_rows_passed_on_in_a_ring_train_the_same(run, layout):
+    settings = RING[layout]
+    model = settings.get("model", small_config().model)
+    assert_trains_like(run(**settings, async_tensor="ring"), run(1, model=model))
+
+
+NO_RING: dict[str, tuple[dict[str, Any], str]] = {
+    "rows": (dict(fsdp=4, tensor=2, batch_size=4), "1 rows are in a layer at once.* of the 2"),
+    "no sequence parallelism": (
+        dict(fsdp=4, tensor=2, sequence_parallel=False),
+        "with config.mesh.sequence_parallel=True",
+    ),
+    "heads": (dict(fsdp=2, tensor=4), "tensor=4 does not divide config.model.num_kv_heads=2"),
+    "8 bits": (in_8_bits("fp8_tensorwise") | dict(fsdp=4, tensor=2), "recipe='fp8_tensorwise'"),
+    "whole weights": (dict(fsdp=4, tensor=2, zero=2), "config.mesh.zero=2"),
+    "hsdp": (dict(data=2, fsdp=2, tensor=2), "whole gradients .* config.mesh.data=2"),
+}
+
+
+@pytest.mark.parametrize("case", NO_RING)
+def test_where_rows_cannot_be_passed_on_they_are_halved(case):
+    settings, message = NO_RING[case]
+    with pytest.raises(ValueError, match=f"config.mesh.async_tensor='ring': .*{message}"):
+        make_plan(small_config(**settings, async_tensor="ring"))
+    if "batch_size" not in settings:
+        halved = make_plan(small_config(**settings, async_tensor="auto"))
+        assert halved.execution.async_tensor == AsyncTensor.HALVES
+
+
+def test_a_ring_is_of_one_process():
+    config, sizes = small_config(fsdp=4, tensor=2, async_tensor="auto"), dict(tensor=2, fsdp=4)
+    sizes = config.mesh.sizes(8) | sizes
+    assert async_tensor_of(config, sizes) == AsyncTensor.RING
+    assert async_tensor_of(config, sizes, num_processes=2) == AsyncTensor.HALVES
+    alone = config.mesh.sizes(8) | dict(tensor=1, fsdp=8)
+    assert async_tensor_of(config, alone) == AsyncTensor.OFF
 
 
 NO_HALVES: dict[str, tuple[dict[str, Any], str]] = {
     "rows": (dict(fsdp=8, batch_size=24), "24 rows are no multiple of 16.*set config.batch_size"),
     "stages": (
         dict(stage=2, fsdp=4, grad_accumulation=2),
-        "config.mesh.stage=2: with config.mesh.async_tensor=True it must be 1",
+        "config.mesh.stage=2: with config.mesh.async_tensor='halves' it must be 1",
     ),
     "sums": (
         dict(fsdp=8, dtype=Dtype.BFLOAT16, reduce_dtype=Dtype.FLOAT32),
@@ -155,7 +222,7 @@ NO_HALVES: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_halved_is_refused(case):
     settings, message = NO_HALVES[case]
     with pytest.raises(ValueError, match=message):
-        make_plan(small_config(**settings, async_tensor=True), 8)
+        make_plan(small_config(**settings, async_tensor="halves"), 8)
 
 
 # Unrolled and lean, or with copies whose shares are summed, the backward pass is held back by the

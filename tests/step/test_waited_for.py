@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "hsdp": dict(model=QWEN, data=2, fsdp=4),
     "zero2, more devices than key heads": dict(model=QWEN, fsdp=2, tensor=4, zero=2),
     "in halves, microbatches": dict(
-        model=QWEN, fsdp=2, tensor=2, data=2, async_tensor=True, grad_accumulation=2
+        model=QWEN, fsdp=2, tensor=2, data=2, async_tensor="halves", grad_accumulation=2
     ),
     "delayed scales": dict(model=QWEN, fsdp=8, recipe="fp8_delayed"),
 }

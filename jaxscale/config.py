@@ -791,11 +791,10 @@ def _ring_objection(config: Config, sizes: dict[str, int], *, num_processes: int
     tensor, rows, heads = sizes["tensor"], rows_of_group(config, sizes), config.model.num_kv_heads
     if num_processes > 1:
         return f"GPUs of one process copy to each other, and there are {num_processes} processes"
-    if rows % tensor or not config.mesh.sequence_parallel:
-        return (
-            f"{rows} rows are in a layer at once, and each of the {tensor} devices of "
-            "config.mesh.tensor needs as many of its own, with config.mesh.sequence_parallel=True"
-        )
+    if not config.mesh.sequence_parallel:
+        return "config.mesh.sequence_parallel=False leaves all rows on each device"
+    if rows % tensor:
+        return f"{rows} rows are in a layer at once, no multiple of config.mesh.tensor={tensor}"
     if heads % tensor:
         return f"config.mesh.tensor={tensor} does not divide config.model.num_kv_heads={heads}"
     if config.precision.recipe != Recipe.DTYPE:

@@ -774,7 +774,7 @@ def async_tensor_of(
     wanted = AsyncTensor(config.mesh.async_tensor)
     if wanted in (AsyncTensor.OFF, AsyncTensor.HALVES):
         return wanted
-    objection = _ring_objection(config, sizes, num_processes=num_processes)
+    objection = ring_objection(config, sizes, num_processes=num_processes)
     if wanted == AsyncTensor.AUTO:
         if sizes["tensor"] == 1:
             return AsyncTensor.OFF
@@ -786,9 +786,11 @@ def async_tensor_of(
     return wanted
 
 
-def _ring_objection(config: Config, sizes: dict[str, int], *, num_processes: int) -> str | None:
-    """Why rows cannot be passed on in a ring."""
-    tensor, rows, heads = sizes["tensor"], rows_of_group(config, sizes), config.model.num_kv_heads
+def ring_objection(config: Config, sizes: dict[str, int], *, num_processes: int) -> str | None:
+    """Why rows cannot be passed on in a ring; None if they can."""
+    tensor, rows = sizes["tensor"], rows_of_group(config, sizes)
+    # A model of one's own need not say.
+    heads = getattr(config.model, "num_kv_heads", tensor)
     if num_processes > 1:
         return f"GPUs of one process copy to each other, and there are {num_processes} processes"
     if not config.mesh.sequence_parallel:
@@ -800,6 +802,7 @@ def _ring_objection(config: Config, sizes: dict[str, int], *, num_processes: int
     if config.precision.recipe != Recipe.DTYPE:
         recipe = config.precision.recipe.value
         return f"config.precision.recipe={recipe!r} scales a weight by what all devices have of it"
+    # JAX has no gradients that are yet to be summed where an axis is manual (`sharding.gather`).
     if config.mesh.zero != 3:
         return f"config.mesh.zero={config.mesh.zero} leaves weights whole"
     if sizes["data"] > 1 and num_weight_shards(sizes) > 1:

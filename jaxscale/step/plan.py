@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 from jaxscale import config as run_config
 from jaxscale import sharding as shd
-from jaxscale.config import Config, Exchange, Recipe, num_weight_shards
+from jaxscale import warned
+from jaxscale.config import AsyncTensor, Config, Exchange, Recipe, num_weight_shards
 from jaxscale.data.loader import Corpus, open_dataset
 from jaxscale.kernels import block_scaled_matmul
 from jaxscale.ops.execution import Execution
@@ -159,6 +160,9 @@ def _with_async_tensor(config: Config, devices) -> Config:
     sizes = config.mesh.sizes(len(devices))
     num_processes = len({device.process_index for device in devices})
     kind = run_config.async_tensor_of(config, sizes, num_processes=num_processes)
+    if config.mesh.async_tensor == AsyncTensor.AUTO and kind == AsyncTensor.HALVES:
+        objection = run_config.ring_objection(config, sizes, num_processes=num_processes)
+        warned.once(f"config.mesh.async_tensor='auto' runs layers on halves of rows: {objection}")
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, async_tensor=kind))
 
 

@@ -179,6 +179,12 @@ def test_other_variables_are_carried_with_new_values_and_neither_trained_nor_dec
     assert not before["extra.first.amax"].any()
 
 
+@pytest.mark.parametrize("kind", ["auto", "ring"])
+def test_layers_that_do_not_say_that_they_sum_in_a_ring_are_refused_one(kind):
+    with pytest.raises(ValueError, match="async_tensor='ring': .* set it to 'halves' or 'off'"):
+        run(config_of(fsdp=4, tensor=2, async_tensor=kind), steps=1)
+
+
 def test_microbatches_carry_them_one_after_the_other():
     _, _, after, _ = run(config_of(fsdp=4, data=1, grad_accumulation=2), num_devices=4, steps=2)
     assert (after["extra.first.amax"][:, 1] == 4).all()

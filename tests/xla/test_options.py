@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.compile import ahead, fit
-from jaxscale.config import Config, Dtype, MeshConfig, PrecisionConfig, Recipe
+from jaxscale.config import AsyncTensor, Config, Dtype, MeshConfig, PrecisionConfig, Recipe
 from jaxscale.models import llama
 from jaxscale.optim import adamw
 from jaxscale.schedules import cosine
@@ -32,10 +32,11 @@ def no_options(monkeypatch):
     monkeypatch.setattr(options, "OPTIONS", ())
 
 
-def config_of(*texts, recipe=Recipe.DTYPE):
+def config_of(*texts, recipe=Recipe.DTYPE, async_tensor=AsyncTensor.OFF):
     return SimpleNamespace(
         xla_options=texts,
         deterministic=False,
+        mesh=MeshConfig(async_tensor=async_tensor),
         precision=PrecisionConfig(recipe=recipe),
         dtype=Dtype.BFLOAT16,
     )
@@ -130,12 +131,12 @@ def test_an_option_of_another_platform_is_named_and_ignored(caplog):
 def test_the_check_starts_no_device_and_compiles_nothing(tmp_path):
     code = f"""if True:
         from types import SimpleNamespace
-        from jaxscale.config import PrecisionConfig
+        from jaxscale.config import MeshConfig, PrecisionConfig
         from jax._src import xla_bridge
         from jaxscale.xla import options, targets
         texts = ("xla_dump_to={tmp_path}/dump", "xla_gpu_autotune_level=2")
-        precision = PrecisionConfig()
-        config = SimpleNamespace(xla_options=texts, deterministic=True, precision=precision)
+        parts = dict(precision=PrecisionConfig(), mesh=MeshConfig())
+        config = SimpleNamespace(xla_options=texts, deterministic=True, **parts)
         sizes, card = {SIZES | dict(fsdp=1)}, "NVIDIA H200"
         num_ours = sum(option.applies(config, sizes) for option in options.OPTIONS)
         num_ours += targets.recorded_autotune(card) is not None
@@ -206,6 +207,10 @@ def test_other_programs_get_just_the_options_that_all_share(platform, monkeypatc
     in_8_bits = numerics(recipe=Recipe.FP8_ROWWISE)
     for_gpus = {"xla_gpu_enable_triton_gemm": False} if platform == "gpu" else {}
     assert in_8_bits == {name: False} | for_gpus
+    copies = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+    in_a_ring = numerics(async_tensor=AsyncTensor.RING)
+    assert in_a_ring == {name: False} | (copies if platform == "gpu" else {})
+    assert numerics(async_tensor=AsyncTensor.HALVES) == {name: False}
     for flag in (f"--{name}", f"--{name}=true"):
         environment["XLA_FLAGS"] = f"--xla_gpu_autotune_level=2 {flag}"
         assert numerics() == {} and numerics(f"{name}=true") == {name: True}

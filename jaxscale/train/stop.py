@@ -102,8 +102,18 @@ def raising_later() -> Iterator[None]:
 
 def _in_order(signum, frame):
     _come.append(signum)
-    if not _raises_later.is_set():
+    if not _raises_later.is_set() and not _is_collecting(frame):
         _raise(signum)
+
+
+def _is_collecting(frame) -> bool:
+    """Whether it is within what JAX has the garbage collector call.
+
+    What is raised there Python prints with its traceback, and goes on.
+    """
+    while frame is not None and frame.f_code.co_name != "_xla_gc_callback":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _raise(signum: int) -> NoReturn:

@@ -113,6 +113,31 @@ def test_a_signal_swallowed_before_training_is_noted_by_training(
     assert exit_code == code
 
 
+COLLECTED = """
+import gc, sys, time
+from jax._src import lib
+from jaxscale.train import stop
+sys.stderr = sys.stdout
+stop.end_at_once()
+stop.end_in_order()
+def _xla_gc_callback(phase, info):
+    if phase == "start":
+        print("ready", flush=True)
+        time.sleep(1)
+assert lib._xla_gc_callback.__name__ == _xla_gc_callback.__name__
+gc.callbacks.append(_xla_gc_callback)
+gc.collect()
+gc.callbacks.remove(_xla_gc_callback)
+with stop.interrupts() as noted:
+    raise SystemExit(noted.code)
+"""
+
+
+def test_a_signal_while_jax_collects_garbage_is_noted_without_a_traceback(spawn, sigint_by_default):
+    code, output = ended(spawn, COLLECTED, signum=signal.SIGINT)
+    assert code == 130 and "Traceback" not in output, output
+
+
 RAISED_LATER = """
 import time
 from jaxscale.train import stop

@@ -51,14 +51,15 @@ def main(argv: list[str]) -> int | None:
         message = f"--cases={','.join(unknown)}: {argv[1]} has {', '.join(cases)}"
         return tell(ValueError(message), EXIT_MISTAKE)
     names = CASES.value or [name for name in cases if not _is_tiny(name)]
-    if not all(map(_is_tiny, names)) and jax.default_backend() == "cpu":
+    is_large = not all(map(_is_tiny, names))
+    if is_large and jax.default_backend() == "cpu":
         message = "JAX finds no GPU here, and CPUs have no memory for this: give --cases=tiny"
         return tell(ValueError(message), EXIT_MISTAKE)
-    try:
-        for line in measure(names):
-            print(line, flush=True)
-    except ValueError as error:
-        return tell(error, EXIT_MISTAKE)
+    if is_large and argv[1] == "collective" and jax.device_count() == 1:
+        message = "collective: it needs two GPUs of one host or more, and here is one"
+        return tell(ValueError(message), EXIT_MISTAKE)
+    for line in measure(names):
+        print(line, flush=True)
     return None
 
 

@@ -87,6 +87,8 @@ def plan_of_run(config: Config, *, devices=None, corpus: Corpus | None = None) -
     run_config.validate(config)
     devices = jax.devices() if devices is None else devices
     _check_precision(config, devices[0])
+    run_config.validate_on(config, len(devices))
+    # What `auto` becomes has needs of its own.
     config = _with_async_tensor(config, devices)
     sizes = run_config.validate_on(config, len(devices))
     if corpus is not None:

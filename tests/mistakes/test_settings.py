@@ -192,6 +192,8 @@ ON_DEVICES = {
         "config.batch_size=8",
         "set config.mesh.async_tensor='off', or set config.batch_size to a multiple of 16",
     ),
+    "--config.mesh.async_tensor=ring --config.mesh.tensor=2 --config.mesh.fsdp=4"
+    " --config.batch_size=6": ("config.batch_size=6", "a multiple of 4"),
     STAGES: ("config.mesh.stage=2 is more than the 1 layers", "set it to 1 or less"),
     f"{STAGES} --config.model.num_layers=6 --config.mesh.async_tensor=auto"
     " --config.mesh.tensor=2": (

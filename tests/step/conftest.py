@@ -22,6 +22,10 @@ from jaxscale.step.state import init_state, to_flat
 from jaxscale.step.update import update
 
 VOCAB_SIZE = 257  # not a multiple of any axis: the padding is part of what is tested
+# Of a decoder; the layers are each test's own.
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB_SIZE, model_dim=64, num_heads=8, num_kv_heads=2, mlp_dim=96
+)
 
 
 def small_config(**changes) -> run_config.Config:
@@ -38,15 +42,7 @@ def small_config(**changes) -> run_config.Config:
         setattr(precision, key, changes.pop(key))
     precision.recipe = run_config.Recipe(precision.recipe)
     config = run_config.Config(
-        model=llama.Config(
-            vocab_size=VOCAB_SIZE,
-            model_dim=64,
-            num_layers=num_layers,
-            num_heads=8,
-            num_kv_heads=2,
-            mlp_dim=96,
-            qk_norm=True,
-        ),
+        model=llama.Config(**SIZES, num_layers=num_layers, qk_norm=True),
         optim=adamw.Config(),
         schedule=cosine.Config(peak=peak, warmup_steps=2),
         steps=5,

@@ -36,7 +36,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hsdp tp sp": dict(data=2, fsdp=2, tensor=2, grad_accumulation=2, remat="attention"),
     "context": dict(data=2, fsdp=2, context=2, reduce_dtype="float32", remat="attention_mlp"),
     "stages": dict(stage=2, fsdp=4, grad_accumulation=2, remat="full"),
-    "async": dict(fsdp=4, tensor=2, async_tensor="ring"),
+    "async": dict(fsdp=2, data=2, tensor=2, async_tensor="halves"),
+    "in a ring": dict(fsdp=4, tensor=2, async_tensor="ring"),
 }
 
 

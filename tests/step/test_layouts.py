@@ -10,7 +10,7 @@ from jaxscale.config import AsyncTensor, Dtype, async_tensor_of
 from jaxscale.models import gemma
 from jaxscale.ops.layers import LAYERS_AHEAD
 from tests.step.alike import LOSS_RTOL, assert_trains_like
-from tests.step.conftest import in_8_bits, make_plan, small_config
+from tests.step.conftest import SIZES, in_8_bits, make_plan, small_config
 
 # Name -> devices, mesh and batch settings. DP, ZeRO-1 to 3, HSDP, TP, SP and products, with more
 # devices than key heads (tensor=4 and 8 over 2) and a vocabulary that no axis divides (257).
@@ -145,17 +145,7 @@ def test_layers_on_halves_of_the_rows_train_the_same(run, layout):
 
 # Layers on the rows of one device after another.
 FOUR_KEY_HEADS = dataclasses.replace(small_config().model, num_kv_heads=4, qkv_bias=True)
-GEMMA = gemma.Config(
-    vocab_size=257,
-    model_dim=64,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    mlp_dim=96,
-    head_size=16,
-    global_every=2,
-    window=5,
-)
+GEMMA = gemma.Config(**SIZES, num_layers=2, head_size=16, global_every=2, window=5)
 RING: dict[str, dict[str, Any]] = {
     "tp2, gemma": dict(num_devices=2, fsdp=1, tensor=2, model=GEMMA),
     "fsdp tp auto": dict(fsdp=4, tensor=2, axis_types="auto"),

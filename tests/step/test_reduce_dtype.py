@@ -14,18 +14,10 @@ from jaxscale.schedules import cosine
 from jaxscale.step.feed import abstract_batch
 from jaxscale.step.plan import plan_of_run
 from jaxscale.step.update import update
+from tests.step.conftest import SIZES
 
 # With both norms and biases, so that there is a leaf of each kind.
-MODEL = llama.Config(
-    vocab_size=257,
-    model_dim=64,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    mlp_dim=96,
-    qk_norm=True,
-    qkv_bias=True,
-)
+MODEL = llama.Config(**SIZES, num_layers=2, qk_norm=True, qkv_bias=True)
 BFLOAT16: dict[str, Any] = dict(dtype="bfloat16", model=MODEL)
 
 LAYOUTS: dict[str, dict[str, Any]] = {

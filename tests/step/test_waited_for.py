@@ -9,10 +9,9 @@ import pytest
 from jaxscale.config import Config
 from jaxscale.models import gemma, llama
 from jaxscale.ops import layers
-from tests.step.conftest import small_config, train
+from tests.step.conftest import SIZES, small_config, train
 
 # Three layers: one more than `layers.LAYERS_AHEAD`.
-SIZES: dict[str, Any] = dict(vocab_size=257, model_dim=64, num_heads=8, num_kv_heads=2, mlp_dim=96)
 QWEN = llama.Config(**SIZES, num_layers=3, qk_norm=True, qkv_bias=True)
 GEMMA = gemma.Config(**SIZES, num_layers=3, head_size=16, global_every=2, window=5)
 LEAN: dict[str, Any] = dict(dtype="bfloat16", scan_unroll=3, remat="attention", steps=3)

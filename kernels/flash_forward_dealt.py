@@ -26,7 +26,7 @@ from jaxscale.kernels.flash_forward import (
     visits_of,
 )
 from jaxscale.kernels.flash_spans import Spans
-from jaxscale.kernels.hopper import run
+from jaxscale.kernels.hopper import load, run
 
 # Tiles of queries, and what warpgroups tell each other of one. No warpgroup is two tiles ahead of
 # another: a slot is loaded anew when all have given it back.
@@ -34,6 +34,7 @@ SLOTS = 2
 # Of tiles of keys with a mask. While all of them needed maxima too head size 64 took 5% less of
 # packed rows than with 1, and 128 the same (docs/kernels_record.md).
 MASKED_COST = 1.5
+EVERY_WARP = plgpu.Layout.WGMMA.reduce(0)  # each has all of a vector
 # A sum of p beyond it is taken for an overflow: of 2**60 times a value 2**67 are left.
 MAX_TOTAL = 2.0**60
 
@@ -197,8 +198,16 @@ class _Staying(Program):
         return out[...], *statistics, end
 
     def judge(self, total):
-        """Tells all warpgroups how large sums of p became without maxima."""
-        self.totals[lax.axis_index("warpgroup")] = total.max()
+        """Tells all warpgroups how large sums of p became without maxima.
+
+        Each warp finds the largest of its warpgroup's by itself: what `total.max()` passes from
+        warp to warp lies in one place for all warpgroups (jax 0.11.2), where they overwrote each
+        other's, and runs of one program differed.
+        """
+        warpgroup = lax.axis_index("warpgroup")
+        lse_tile = self.lse_tile.at[warpgroup]  # it has been stored by now
+        lse_tile[...] = total
+        self.totals[warpgroup] = load(lse_tile, layout=EVERY_WARP, optimized=False).max()
         plgpu.barrier_arrive(self.judged)
 
     def num_repeats(self):

@@ -32,6 +32,16 @@ def _in_8_bits(config: Any, sizes: dict[str, int]) -> bool:
     return config.precision.recipe.value.startswith("fp8")
 
 
+def _by_cublas_alone(config: Any, sizes: dict[str, int]) -> bool:
+    """8 bits, or products beside what `tensor` sends, in one block of code."""
+    is_async = config.mesh.async_tensor in (AsyncTensor.RING, AsyncTensor.HALVES)
+    return _in_8_bits(config, sizes) or (is_async and _is_unrolled(config))
+
+
+def _is_unrolled(config: Any) -> bool:
+    return config.scan_unroll == config.model.num_layers
+
+
 # With more, all-to-alls get the products that gathers would hide behind.
 MOST_CONTEXT = 4
 
@@ -48,7 +58,7 @@ def _unrolled_gathers(config: Any, sizes: dict[str, int]) -> bool:
         num_weight_shards(sizes) > 1
         and sizes["context"] <= MOST_CONTEXT
         and num_weight_shards(sizes) * sizes["data"] == math.prod(sizes.values())
-        and config.scan_unroll == config.model.num_layers
+        and _is_unrolled(config)
     )
 
 
@@ -132,10 +142,14 @@ OPTIONS: tuple[Option, ...] = (
         "xla_gpu_enable_triton_gemm",
         False,
         default="true",
-        why="cuBLASLt makes every product in 8 bits, and XLA times its own kernels for each first",
-        gain="none in speed (1%, within the noise); compiling took 4 s instead of 27 (6 layers of "
-        "8B width in plain JAX, one H100, jax 0.11.2)",
-        applies=_in_8_bits,
+        why="cuBLASLt makes every product in 8 bits, and XLA times its own kernels for each first; "
+        "with async_tensor it adds to the sums of other rows as it makes a product, which XLA "
+        "leaves to kernels of its own where it may use them",
+        gain="8 bits: none in speed (1%, within the noise), compiling took 4 s instead of 27 (6 "
+        "layers of 8B width in plain JAX, one H100, jax 0.11.2); async_tensor: 0.4% of the step in "
+        "a ring and 0.9% in halves (4 layers of Llama-3-70B, tensor=2, 2 x H200, jax 0.11.2). 11% "
+        "are lost in a scan",
+        applies=_by_cublas_alone,
         is_shared=True,
     ),
     Option(

@@ -32,10 +32,12 @@ def no_options(monkeypatch):
     monkeypatch.setattr(options, "OPTIONS", ())
 
 
-def config_of(*texts, recipe=Recipe.DTYPE, async_tensor=AsyncTensor.OFF):
+def config_of(*texts, recipe=Recipe.DTYPE, async_tensor=AsyncTensor.OFF, scan_unroll=1):
     return SimpleNamespace(
         xla_options=texts,
         deterministic=False,
+        scan_unroll=scan_unroll,
+        model=SimpleNamespace(num_layers=2),
         mesh=MeshConfig(async_tensor=async_tensor),
         precision=PrecisionConfig(recipe=recipe),
         dtype=Dtype.BFLOAT16,
@@ -204,13 +206,18 @@ def test_other_programs_get_just_the_options_that_all_share(platform, monkeypatc
 
     assert numerics() == numerics("xla_gpu_autotune_level=2") == {name: False}
     assert numerics(f"{name}=true") == {name: True}
-    in_8_bits = numerics(recipe=Recipe.FP8_ROWWISE)
-    for_gpus = {"xla_gpu_enable_triton_gemm": False} if platform == "gpu" else {}
-    assert in_8_bits == {name: False} | for_gpus
+    by_cublas = {"xla_gpu_enable_triton_gemm": False}
     copies = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
-    in_a_ring = numerics(async_tensor=AsyncTensor.RING)
-    assert in_a_ring == {name: False} | (copies if platform == "gpu" else {})
-    assert numerics(async_tensor=AsyncTensor.HALVES) == {name: False}
+    for settings, for_gpus in (
+        (dict(recipe=Recipe.FP8_ROWWISE), by_cublas),
+        (dict(async_tensor=AsyncTensor.RING), copies),
+        (dict(async_tensor=AsyncTensor.RING, scan_unroll=2), copies | by_cublas),
+        (dict(async_tensor=AsyncTensor.HALVES), {}),
+        (dict(async_tensor=AsyncTensor.HALVES, scan_unroll=2), by_cublas),
+        (dict(scan_unroll=2), {}),
+    ):
+        expected = for_gpus if platform == "gpu" else {}
+        assert numerics(**settings) == {name: False} | expected
     for flag in (f"--{name}", f"--{name}=true"):
         environment["XLA_FLAGS"] = f"--xla_gpu_autotune_level=2 {flag}"
         assert numerics() == {} and numerics(f"{name}=true") == {name: True}

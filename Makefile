@@ -32,8 +32,8 @@ train: venv  ## train a tiny model on this machine, into runs/tiny
 test: venv  ## run the tests on 8 virtual CPU devices
 	$(BIN)/pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
-test-layouts: venv  ## every schedule of a pipeline on every mesh: half an hour, for the night
-	$(BIN)/pytest --numprocesses=2 -m nightly tests/parallel $(ARGS)
+test-layouts: venv  ## schedules of a pipeline, and products in 8 bits, on every mesh: half an hour, for the night
+	$(BIN)/pytest --numprocesses=2 -m nightly tests/parallel tests/step $(ARGS)
 
 # Debian's packages, if they can be had; without them the tests say so and are skipped. slurmd needs root.
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo -n)

@@ -147,8 +147,8 @@ OPTIONS: tuple[Option, ...] = (
         "leaves to kernels of its own where it may use them",
         gain="8 bits: none in speed (1%, within the noise), compiling took 4 s instead of 27 (6 "
         "layers of 8B width in plain JAX, one H100, jax 0.11.2); async_tensor: 0.4% of the step in "
-        "a ring and 0.9% in halves (4 layers of Llama-3-70B, tensor=2, 2 x H200, jax 0.11.2). 11% "
-        "are lost in a scan",
+        "a ring, twice, and 0.9% in halves (4 layers of Llama-3-70B, tensor=2, 2 x H200, jax "
+        "0.11.2). In a scan 11% of it are lost",
         applies=_by_cublas_alone,
         is_shared=True,
     ),

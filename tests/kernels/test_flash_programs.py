@@ -280,11 +280,17 @@ def test_ds_that_is_written_before_it_was_read_is_found(monkeypatch):
 @pytest.mark.parametrize("size", [64, 128])
 # Of scores 20 times as large, sums of p want maxima in some tiles of queries: these are made again.
 @pytest.mark.parametrize("factor", [1, 20])
-def test_the_same_bits_come_out_each_time(size, factor):
+def test_the_same_bits_come_out_each_time(size, factor, monkeypatch):
+    # With two the GPU is so empty that even warpgroups that race come in one order.
+    monkeypatch.setattr(flash_dealt, "PROGRAMS", 132)
+    rows, seq = 2, 4096
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 4096, n, size)), jnp.bfloat16) for n in (16, 4, 4))
-    spans = flash_spans.of_segments(jnp.ones((1, 4096), jnp.int32), window=None).keys_of_queries
-    run = jax.jit(functools.partial(flash_forward_dealt.forward, spans=spans, scale=size**-0.5))
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(rows, seq, heads, size)), jnp.bfloat16) for heads in (16, 4, 4)
+    )
+    pairs = flash_spans.of_segments(jnp.ones((rows, seq), jnp.int32), window=None)
+    options: dict[str, Any] = dict(spans=pairs.keys_of_queries, scale=size**-0.5)
+    run = jax.jit(functools.partial(flash_forward_dealt.forward, **options))
     first, *others = ([np.asarray(x) for x in run(factor * q, k, v)] for _ in range(10))
     for other in others:
         for mine, theirs in zip(other, first, strict=True):

@@ -43,6 +43,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CASES = [("fp8_tensorwise", layout) for layout in LAYOUTS]
 CASES += [("fp8_rowwise", layout) for layout in ("zero3", "tp sp")]
 CASES += [("fp8_blockwise", layout) for layout in LAYOUTS if layout not in ("zero2", "idle stages")]
+# Another recipe trains on the same layout, or on one like it, in every run of the tests.
+BY_NIGHT = [("fp8_tensorwise", name) for name in ("zero2", "gathered once", "lean hsdp", "stages")]
+BY_NIGHT += [("fp8_blockwise", layout) for layout in ("zero1", "lean zero1", "auto")]
 # Where the largest values leave a backward pass: each kind of gradient, sum, loop and remat.
 DELAYED: dict[str, dict[str, Any]] = {
     "zero1 none": dict(fsdp=8, zero=1, remat="none"),
@@ -55,7 +58,13 @@ DELAYED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("recipe", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        pytest.param(*case, marks=[pytest.mark.nightly] if case in BY_NIGHT else [])
+        for case in CASES
+    ],
+)
 def test_a_layout_trains_like_one_device(run, layout, recipe):
     alone = run(1, **in_8_bits(recipe))
     here = run(8, **in_8_bits(recipe), **LAYOUTS[layout])

@@ -138,6 +138,8 @@ MEASURE = {
     "bench_pipeline": ("name a config: --config=FILE",),
     "bench_generate": ("name a config: --config=FILE",),
     "record_kernels": ("name a config: --config=FILE",),
+    "try_repeats": ("name a config: --config=FILE",),
+    "try_repeats --config=config.py --times=1": ("--times=1", ">= 2"),
     "bench_variants --config=config.py": ("name the variants: --variant=",),
     "bench_context --cases=none": ("--cases=none is not one of",),
     "bench_kernel nothing": ("name one kernel of adamw8bit, attention",),

@@ -1,0 +1,122 @@
+"""One program of an update run again and again from one start: whether the same bits come out.
+
+What `config.deterministic` promises, looked at leaf by leaf and device by device.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jaxscale import sharding as shd
+from jaxscale.config import Config
+from jaxscale.perf import contest
+from jaxscale.perf.processes import FailedError
+from jaxscale.step.device_sums import device_sums, of_every_device
+from jaxscale.step.feed import device_batches
+from jaxscale.step.plan import Plan, corpus_of_run, plan_of_run
+from jaxscale.step.state import TrainState, init_state, to_flat
+from jaxscale.xla.cache import enable_compilation_cache
+
+NUM_NAMED = 6  # of leaves that differ
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """An update, the same one each time.
+
+    number: from 1. results: the losses and gradient norms that came out, each pair once, to the
+    last digit. different: of the state's leaves those that differ from the first time's, by name,
+    with the devices on which they do (places in `mesh.devices.flat`).
+    """
+
+    number: int
+    results: tuple[str, ...]
+    different: dict[str, tuple[int, ...]]
+
+    @property
+    def is_same(self) -> bool:
+        return len(self.results) == 1 and not self.different
+
+    def __str__(self) -> str:
+        results = "; ".join(self.results)
+        if not self.different:
+            return f"update {self.number}: {results}; the state is the same"
+        places = sorted(set(itertools.chain.from_iterable(self.different.values())))
+        names = [*self.different]
+        if more := names[NUM_NAMED:]:
+            names = [*names[:NUM_NAMED], f"{len(more)} more"]
+        return (
+            f"update {self.number}: {results}; of the state differ, on devices "
+            f"{', '.join(map(str, places))}: {', '.join(names)}"
+        )
+
+
+def repeat(
+    config: Config,
+    *,
+    times: int,
+    num_updates: int,
+    devices: Sequence[jax.Device] | None = None,
+) -> Iterator[Compared]:
+    """The config's first updates, compiled once and run so many times; up to one that differs.
+
+    Each starts from the state that the seed makes, on the same batches. devices: all there are
+    unless given. Raises ValueError for a user's mistake before anything is compiled, and
+    processes.FailedError for an update that does not fit.
+    """
+    corpus = corpus_of_run(config)
+    enable_compilation_cache()
+    plan = plan_of_run(config, corpus=corpus, devices=devices or jax.devices())
+    update = contest.compile_one(plan)
+    if update.compiled is None:
+        raise FailedError("the update does not fit the memory of these devices")
+    plan = update.plan
+    with contextlib.closing(device_batches(plan, corpus.train, start=0)) as loader:
+        batches = [next(loader) for _ in range(num_updates)]
+    sums = _sums_of(plan)
+    runs = []
+    for _ in range(times):
+        state, run = init_state(plan), []
+        for batch in batches:
+            with shd.use(plan.mesh, plan.rules):
+                state, metrics = update(state, batch)
+            loss, norm = (float(metrics[key]) for key in ("loss", "grad_norm"))
+            result = f"loss {loss!r}, norm {norm!r}"
+            run.append((result, of_every_device(sums(state), plan.mesh)))
+        del state  # its memory, before there is another
+        runs.append(run)
+    names = list(to_flat(plan.state))
+    for number, same_update in enumerate(zip(*runs, strict=True), 1):
+        compared = compare(number, same_update, names=names)
+        yield compared
+        if not compared.is_same:
+            return
+
+
+def _sums_of(plan: Plan):
+    """Checksums of each leaf of a state, on each device."""
+    specs = [leaf.sharding.spec for leaf in to_flat(plan.state).values()]
+
+    def sums(state: TrainState):
+        return device_sums(list(to_flat(state).values()), specs, mesh=plan.mesh)
+
+    return jax.jit(sums)
+
+
+def compare(
+    number: int, runs: Sequence[tuple[str, np.ndarray]], *, names: Sequence[str]
+) -> Compared:
+    """runs: (result, checksums uint32 [devices, leaves, words]) of each time."""
+    results = tuple(dict.fromkeys(result for result, _ in runs))
+    first, *others = (sums for _, sums in runs)
+    differs = np.any([(other != first).any(axis=2) for other in others], axis=0)
+    different = {
+        name: tuple(np.flatnonzero(differs[:, leaf]).tolist())
+        for leaf, name in enumerate(names)
+        if differs[:, leaf].any()
+    }
+    return Compared(number, results, different)

@@ -12,7 +12,9 @@ import jax
 import numpy as np
 
 from jaxscale import sharding as shd
+from jaxscale.compile.fit import CompiledUpdate
 from jaxscale.config import Config
+from jaxscale.data.batch import Batch
 from jaxscale.perf import contest
 from jaxscale.perf.processes import FailedError
 from jaxscale.step.device_sums import device_sums, of_every_device
@@ -22,6 +24,8 @@ from jaxscale.step.state import TrainState, init_state, to_flat
 from jaxscale.xla.cache import enable_compilation_cache
 
 NUM_NAMED = 6  # of leaves that differ
+# Of an update: its result as text, and checksums of the state, uint32 [devices, leaves, words].
+Came = tuple[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,23 +82,26 @@ def repeat(
     with contextlib.closing(device_batches(plan, corpus.train, start=0)) as loader:
         batches = [next(loader) for _ in range(num_updates)]
     sums = _sums_of(plan)
-    runs = []
-    for _ in range(times):
-        state, run = init_state(plan), []
-        for batch in batches:
-            with shd.use(plan.mesh, plan.rules):
-                state, metrics = update(state, batch)
-            loss, norm = (float(metrics[key]) for key in ("loss", "grad_norm"))
-            result = f"loss {loss!r}, norm {norm!r}"
-            run.append((result, of_every_device(sums(state), plan.mesh)))
-        del state  # its memory, before there is another
-        runs.append(run)
+    runs = [_run(update, batches, sums=sums) for _ in range(times)]
     names = list(to_flat(plan.state))
     for number, same_update in enumerate(zip(*runs, strict=True), 1):
         compared = compare(number, same_update, names=names)
         yield compared
         if not compared.is_same:
             return
+
+
+def _run(update: CompiledUpdate, batches: Sequence[Batch], *, sums) -> list[Came]:
+    """What came out of each update, from the first state on."""
+    plan, came = update.plan, []
+    state = init_state(plan)
+    for batch in batches:
+        with shd.use(plan.mesh, plan.rules):
+            state, metrics = update(state, batch)
+        loss, norm = (float(metrics[key]) for key in ("loss", "grad_norm"))
+        checksums = of_every_device(sums(state), plan.mesh)
+        came.append((f"loss {loss!r}, norm {norm!r}", checksums))
+    return came
 
 
 def _sums_of(plan: Plan):
@@ -107,10 +114,8 @@ def _sums_of(plan: Plan):
     return jax.jit(sums)
 
 
-def compare(
-    number: int, runs: Sequence[tuple[str, np.ndarray]], *, names: Sequence[str]
-) -> Compared:
-    """runs: (result, checksums uint32 [devices, leaves, words]) of each time."""
+def compare(number: int, runs: Sequence[Came], *, names: Sequence[str]) -> Compared:
+    """runs: what came out each time. names: of the leaves."""
     results = tuple(dict.fromkeys(result for result, _ in runs))
     first, *others = (sums for _, sums in runs)
     differs = np.any([(other != first).any(axis=2) for other in others], axis=0)

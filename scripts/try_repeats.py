@@ -31,10 +31,8 @@ def repeat(words: list[str]) -> None:
     """Raises FailedError for other bits."""
     set_environment()
     config = read_config(words)
-    found = []
-    for compared in repeats.repeat(config, times=TIMES.value, num_updates=UPDATES.value):
-        print(compared, flush=True)
-        found.append(compared)
+    found = repeats.repeat(config, times=TIMES.value, num_updates=UPDATES.value)
+    print(*found, sep="\n")
     version = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
     where = f"{TIMES.value} times on {jax.device_count()} x {version}"
     if not found[-1].is_same:

@@ -6,21 +6,20 @@ What `config.deterministic` promises, looked at leaf by leaf and device by devic
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from jaxscale import sharding as shd
-from jaxscale.compile.fit import CompiledUpdate
+from jaxscale.compile.fit import CompiledUpdate, compile_to_fit
 from jaxscale.config import Config
 from jaxscale.data.batch import Batch
-from jaxscale.perf import contest
-from jaxscale.perf.processes import FailedError
-from jaxscale.step.device_sums import device_sums, of_every_device
+from jaxscale.step.device_sums import jitted_sums, of_every_device
 from jaxscale.step.feed import device_batches
-from jaxscale.step.plan import Plan, corpus_of_run, plan_of_run
-from jaxscale.step.state import TrainState, init_state, to_flat
+from jaxscale.step.plan import corpus_of_run, plan_of_run
+from jaxscale.step.state import init_state, to_flat
+from jaxscale.step.update import update
 from jaxscale.xla.cache import enable_compilation_cache
 
 NUM_NAMED = 6  # of leaves that differ
@@ -65,53 +64,42 @@ def repeat(
     times: int,
     num_updates: int,
     devices: Sequence[jax.Device] | None = None,
-) -> Iterator[Compared]:
+) -> list[Compared]:
     """The config's first updates, compiled once and run so many times; up to one that differs.
 
     Each starts from the state that the seed makes, on the same batches. devices: all there are
-    unless given. Raises ValueError for a user's mistake before anything is compiled, and
-    processes.FailedError for an update that does not fit.
+    unless given. Raises ValueError for a user's mistake before anything is compiled, and for an
+    update that does not fit.
     """
     corpus = corpus_of_run(config)
     enable_compilation_cache()
     plan = plan_of_run(config, corpus=corpus, devices=devices or jax.devices())
-    update = contest.compile_one(plan)
-    if update.compiled is None:
-        raise FailedError("the update does not fit the memory of these devices")
-    plan = update.plan
+    compiled = compile_to_fit(update, plan)
+    plan = compiled.plan
     with contextlib.closing(device_batches(plan, corpus.train, start=0)) as loader:
         batches = [next(loader) for _ in range(num_updates)]
-    sums = _sums_of(plan)
-    runs = [_run(update, batches, sums=sums) for _ in range(times)]
-    names = list(to_flat(plan.state))
+    flat = to_flat(plan.state)
+    sums = jitted_sums(list(flat.values()), mesh=plan.mesh)
+    runs = [_run(compiled, batches, sums=sums) for _ in range(times)]
+    found = []
     for number, same_update in enumerate(zip(*runs, strict=True), 1):
-        compared = compare(number, same_update, names=names)
-        yield compared
-        if not compared.is_same:
-            return
+        found.append(compare(number, same_update, names=list(flat)))
+        if not found[-1].is_same:
+            break
+    return found
 
 
-def _run(update: CompiledUpdate, batches: Sequence[Batch], *, sums) -> list[Came]:
+def _run(compiled: CompiledUpdate, batches: Sequence[Batch], *, sums) -> list[Came]:
     """What came out of each update, from the first state on."""
-    plan, came = update.plan, []
+    plan, came = compiled.plan, []
     state = init_state(plan)
     for batch in batches:
         with shd.use(plan.mesh, plan.rules):
-            state, metrics = update(state, batch)
+            state, metrics = compiled(state, batch)
         loss, norm = (float(metrics[key]) for key in ("loss", "grad_norm"))
-        checksums = of_every_device(sums(state), plan.mesh)
+        checksums = of_every_device(sums(list(to_flat(state).values())), plan.mesh)
         came.append((f"loss {loss!r}, norm {norm!r}", checksums))
     return came
-
-
-def _sums_of(plan: Plan):
-    """Checksums of each leaf of a state, on each device."""
-    specs = [leaf.sharding.spec for leaf in to_flat(plan.state).values()]
-
-    def sums(state: TrainState):
-        return device_sums(list(to_flat(state).values()), specs, mesh=plan.mesh)
-
-    return jax.jit(sums)
 
 
 def compare(number: int, runs: Sequence[Came], *, names: Sequence[str]) -> Compared:

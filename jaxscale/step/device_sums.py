@@ -37,6 +37,12 @@ def device_sums(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec], *, 
     return mapped(*leaves)
 
 
+def jitted_sums(leaves: Sequence[jax.ShapeDtypeStruct], *, mesh: Mesh) -> jax.stages.Wrapped:
+    """A compiled program of a list of such arrays, with these shardings: their `device_sums`."""
+    specs = [leaf.sharding.spec for leaf in leaves]
+    return jax.jit(lambda arrays: device_sums(arrays, specs, mesh=mesh))
+
+
 def _is_in_use(mesh: Mesh) -> bool:
     return jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxscale.step.device_sums import device_sums, num_bytes_read, of_every_device
+from jaxscale.step.device_sums import jitted_sums, num_bytes_read, of_every_device
 from jaxscale.step.plan import Plan
 from jaxscale.step.state import TrainState, to_flat
 
@@ -58,13 +58,12 @@ def replicas_of(plan: Plan) -> Replicas:
     groups = {name: _groups(leaf, plan) for name, leaf in to_flat(plan.state).items()}
     groups = {name: found for name, found in groups.items() if found}
     leaves = [to_flat(plan.state)[name] for name in groups]
-    specs = [leaf.sharding.spec for leaf in leaves]
     return Replicas(
         plan,
         tuple(groups),
         tuple(groups.values()),
         num_bytes_read(leaves),
-        jax.jit(lambda arrays: device_sums(arrays, specs, mesh=plan.mesh)),
+        jitted_sums(leaves, mesh=plan.mesh),
     )
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale.perf import contest, repeats
+from jaxscale.perf import repeats
 from jaxscale.step.state import init_state, replaced
 from tests.perf.scripts import Script
 
@@ -73,11 +73,12 @@ def test_other_bits_are_an_error_that_names_leaves_and_devices(try_repeats, monk
 
 
 def test_an_update_that_does_not_fit_is_refused(try_repeats, monkeypatch):
-    monkeypatch.setattr(
-        contest, "compile_one", lambda plan: contest.fit.CompiledUpdate(plan, None, np.inf, 0.0, 0)
-    )
-    code, _, errors = try_repeats()
-    assert code == 1 and "does not fit the memory of these devices" in errors
+    def refuse(update, plan):
+        raise ValueError("config.remat='gemms' does not fit the memory of these devices")
+
+    monkeypatch.setattr(repeats, "compile_to_fit", refuse)
+    code, printed, errors = try_repeats()
+    assert (code, printed) == (2, "") and "does not fit the memory of these devices" in errors
 
 
 def test_what_differs_is_named_with_its_devices():

@@ -10,7 +10,7 @@ An attention kernel's file, `x_attention.py`, offers
     log-sum-exp; `partial_backward(q, k, v, *, ..., out_BSNH, lse_BSN, grad_BSNH,
     deterministic=False)`, of the output and log-sum-exp over all keys: that part of dq, dk, dv;
   `HAS_QUADRATIC_MEMORY`; `TRACKS_VMA`: whether its primitives tell JAX over which mesh axes a
-    value varies; `HIDES_NOTHING`: whether XLA schedules no transfer beside it.
+    value varies.
 Other kernels offer `supported` likewise.
 """
 

@@ -27,7 +27,6 @@ from jaxscale.kernels.xla_attention import reference as reference
 
 HAS_QUADRATIC_MEMORY = False
 TRACKS_VMA = False
-HIDES_NOTHING = False
 
 MAX_HEAD_SIZE = 256
 

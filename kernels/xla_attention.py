@@ -14,7 +14,6 @@ NOTHING = -1e30
 
 HAS_QUADRATIC_MEMORY = True
 TRACKS_VMA = True
-HIDES_NOTHING = False
 
 
 def supported(

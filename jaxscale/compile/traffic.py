@@ -20,6 +20,9 @@ _COLLECTIVE = re.compile(rf"%(\S+) = (.*?) ({'|'.join(OPERATIONS)})(-start)?\(")
 _DONE = re.compile(rf" (?:{'|'.join(OPERATIONS)})-done\(%([^\s,)]+)")
 # What takes a GPU's time: products, attention, loops of such.
 _WORK = re.compile(r" (?:custom-call|while|call|conditional)\(")
+# XLA puts a kernel whose operands are slices into a fusion with them, and its own products.
+_FUSION = re.compile(r" fusion\(.*calls=%([^\s,]+)")
+_FUSED = re.compile(r" (?:custom-call|dot)\(")
 _GROUPS = re.compile(r"replica_groups=(.*?), (?!device_ids)\w+=")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})\}")
 _ARRAY = re.compile(r"\b([a-z]+\d\w*|pred)\[([\d,]*)\]")
@@ -99,9 +102,10 @@ def collectives_of(hlo: str) -> list[Collective]:
     """Those between two devices or more, in the order of the module's text."""
     parts = computations(hlo)
     times = _times(parts)
+    fused = {name for name, lines in parts.items() if any(map(_FUSED.search, lines))}
     found = []
     for name, lines in parts.items():
-        beside = _work_beside(lines)
+        beside = _work_beside(lines, fused)
         for line in lines:
             match = _COLLECTIVE.search(line)
             groups = _groups_of(line) if match else frozenset()
@@ -165,8 +169,11 @@ def _bits(dtype: str) -> int:
     return int(bits[1]) if bits else 8
 
 
-def _work_beside(lines: list[str]) -> dict[str, int]:
-    """Name of what starts a collective -> what is scheduled before its end."""
+def _work_beside(lines: list[str], fused: set[str]) -> dict[str, int]:
+    """Name of what starts a collective -> what is scheduled before its end.
+
+    fused: computations that are work where they are a fusion's.
+    """
     begun: dict[str, int] = {}
     found = {}
     work = 0
@@ -176,6 +183,8 @@ def _work_beside(lines: list[str]) -> dict[str, int]:
         elif match := _DONE.search(line):
             found[match[1]] = work - begun[match[1]]
         elif _WORK.search(line):
+            work += 1
+        elif (fusion := _FUSION.search(line)) and fusion[1] in fused:
             work += 1
     return found
 

@@ -29,6 +29,14 @@ KERNELS: dict[Attention, ModuleType] = {
     Attention.CUDNN: cudnn_attention,
     Attention.XLA: xla_attention,
 }
+# Where keys come from other devices meanwhile: no step with ours has been timed there.
+IN_PARTS = (cudnn_attention, flash_attention, xla_attention)
+# As it was seen on two H200: XLA finds no program for the call (std::out_of_range).
+CUDNN_ENDS = (
+    "with config.deterministic=True, and in a replay (config.integrity.replay_every), XLA ends the "
+    "process in cuDNN's backward pass of keys that other devices send (jax 0.11.2)"
+)
+CUDNN_ENDS_SINCE = (0, 11, 2)
 
 # Scores of a row and layer, in float32: 8 GiB at 32 heads and 8192 tokens.
 MAX_QUADRATIC_SEQ_LEN_ON_GPU = 2048
@@ -46,13 +54,15 @@ def choose(
     """The kernel that will run: the one the config names, else the first that supports the shapes.
 
     v_head_size: of the values, if not that of the keys. in_parts: keys come from other devices
-    meanwhile. XLA sends nothing beside a kernel of ours, which it takes to cost nothing (jaxlib
-    0.11.2), so cuDNN's is chosen.
+    meanwhile.
 
     Raises ValueError rather than fall back to quadratic memory on a GPU.
     """
 
     def reason_against(kernel):
+        in_order = kernel is cudnn_attention and in_parts and execution.deterministic
+        if in_order and jax.__version_info__ >= CUDNN_ENDS_SINCE:
+            return CUDNN_ENDS
         return kernel.supported(
             q_BSNH,
             k_BSKH,
@@ -69,7 +79,7 @@ def choose(
                 f"config.attention='auto'"
             )
         return KERNELS[wanted]
-    kernels = [kernel for kernel in KERNELS.values() if not (in_parts and kernel.HIDES_NOTHING)]
+    kernels = IN_PARTS if in_parts else tuple(KERNELS.values())
     reasons = {kernel: reason_against(kernel) for kernel in kernels}
     chosen = next(kernel for kernel, reason in reasons.items() if reason is None)
     others = "; ".join(reason for reason in reasons.values() if reason)

@@ -18,12 +18,14 @@ from jaxscale import sharding as shd
 from jaxscale.config import (
     OF_WHOLE_ROWS,
     ROW_AXES,
+    Attention,
     AxisTypes,
     Config,
     Exchange,
     MeshConfig,
     rows_of_group,
 )
+from jaxscale.ops.attention import CUDNN_ENDS
 from jaxscale.ops.layers import LAYERS, Parted
 
 
@@ -106,6 +108,12 @@ def exchange_of(config: Config, sizes: dict[str, int]) -> Exchange:
                 f"config.model.{key}={value} needs whole rows, which all-to-all alone gives: "
                 f"{objection}"
             )
+    is_replayed = config.deterministic or config.integrity.replay_every > 0
+    if is_replayed and config.attention == Attention.CUDNN:
+        raise ValueError(
+            f"config.attention='cudnn' cannot run with config.context.exchange={wanted.value!r} "
+            f"here: {CUDNN_ENDS}; set config.attention='auto'"
+        )
     if config.seq_len % (2 * context):
         raise ValueError(
             f"config.seq_len={config.seq_len}: config.context.exchange={wanted.value!r} deals "

@@ -7,11 +7,14 @@ import dataclasses
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxscale.command_line import read_config
 from jaxscale.compile import ahead
+from jaxscale.compile.traffic import collectives_of
 from jaxscale.config import ContextConfig, Exchange, MeshConfig, Remat
+from jaxscale.kernels import hopper
 from tests.compile.calls import IS_CALL, attention_calls
 
 pytestmark = [
@@ -28,8 +31,9 @@ def compiled():
     """`compiled(exchange)`: that update."""
     devices = ahead.devices_of("h200", hosts=1, gpus_per_host=SIZE)
 
-    def compile(exchange: Exchange):
+    def compile(exchange: Exchange, *, deterministic: bool = False):
         config = read_config([f"--config={CONFIG}"])
+        config.deterministic = deterministic
         config.model = dataclasses.replace(config.model, num_layers=LAYERS, max_seq_len=TOKENS)
         config.data.max_documents_per_row = 8
         config.seq_len, config.batch_size = TOKENS, 1
@@ -94,6 +98,18 @@ def test_a_ring_sends_keys_beside_its_kernels(compiled):
     # As many as are of keys; two or three each on jax 0.10.2.
     assert sum(calls >= 1 for calls in beside) >= 2 * (SIZE - 1), beside
     assert update.memory_analysis().temp_size_in_bytes < 14 * 2**30
+
+
+@pytest.mark.skipif(jax.__version_info__ < hopper.JAX, reason="has no kernel of ours")
+def test_so_does_a_ring_of_our_kernels(compiled):
+    hlo = ahead.text_of(compiled(Exchange.RING, deterministic=True))
+    counts = ahead.count_calls(hlo)
+    calls = 1 + 2 * SIZE
+    assert attention_calls(hlo) == (calls, calls) and not any("fmha" in name for name in counts)
+    # XLA puts those of a chunk into fusions with its slice.
+    sent = [each for each in collectives_of(hlo) if each.operation == "collective-permute"]
+    assert len(sent) == 2 * (SIZE - 1) + SIZE
+    assert sum(each.work_beside >= 1 for each in sent) >= 2 * (SIZE - 1)
 
 
 def test_all_gather_gathers_keys_alone_and_calls_the_kernel_four_times(compiled):

@@ -23,9 +23,19 @@ HLO = f"""HloModule jit_update
   ROOT %add = f32[] add(%a, %b)
 }}
 
+%sliced (x: bf16[8]) -> bf16[4] {{
+  ROOT %kernel = bf16[4]{{0}} custom-call(%slice), custom_call_target="mosaic_gpu_v2"
+}}
+
+%scaled (x: bf16[8]) -> bf16[8] {{
+  ROOT %twice = bf16[8]{{0}} multiply(%x, %two)
+}}
+
 %body (carry: (s32[], bf16[8])) -> (s32[], bf16[8]) {{
   %start = ((bf16[4]{{0}}), bf16[8]{{0}}) all-gather-start(%x), channel_id=1, {GROUPS}
   %product = bf16[8]{{0}} custom-call(%y), custom_call_target="__cublas$lt$matmul"
+  %sliced.1 = bf16[4]{{0}} fusion(%y), kind=kCustom, calls=%sliced, metadata={{}}
+  %scaled.1 = bf16[8]{{0}} fusion(%y), kind=kLoop, calls=%scaled
   %done = bf16[8]{{0}} all-gather-done(%start), metadata={{}}
   ROOT %scatter = f32[4]{{0}} reduce-scatter(%z), {GROUPS}, to_apply=%sum
 }}
@@ -78,8 +88,8 @@ def test_collectives_of_one_device_are_none():
 
 def test_turns_bytes_and_what_is_beside():
     gather, scatter, sent, total = collectives_of(HLO)
-    # Half of the gathered 16 bytes in each of 3 turns, beside a product.
-    assert (gather.num_bytes, gather.times, gather.work_beside) == (8, 3, 1)
+    # Half of the gathered 16 bytes in each of 3 turns, beside a product and a kernel of slices.
+    assert (gather.num_bytes, gather.times, gather.work_beside) == (8, 3, 2)
     assert (scatter.num_bytes, scatter.times, scatter.work_beside) == (16, 3, 0)
     assert (sent.num_bytes, sent.times) == (16, 1)
     assert (total.num_bytes, total.times) == (2 * 16 * 7 // 8, 1)

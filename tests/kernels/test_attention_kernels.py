@@ -165,7 +165,7 @@ def test_a_kernel_file_offers_a_kernel_its_reference_and_what_it_supports(name):
     assert callable(getattr(module, name.rsplit("_", 1)[-1]))
     assert callable(module.partial_forward) and callable(module.partial_backward)
     assert module.__doc__ and module.supported.__doc__
-    for name in ("HAS_QUADRATIC_MEMORY", "TRACKS_VMA", "HIDES_NOTHING"):
+    for name in ("HAS_QUADRATIC_MEMORY", "TRACKS_VMA"):
         assert type(getattr(module, name)) is bool
     for function in (module.attention, module.reference):
         keywords = ["documents", "scale", "window", "cap", "deterministic"]

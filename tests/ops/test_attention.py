@@ -28,6 +28,11 @@ def choose(kind, *shapes, cap=None, v_head_size=None, **hardware):
     return choose_kernel(*shapes, execution=execution, cap=cap, v_head_size=v_head_size)
 
 
+def choose_in_parts(kind=Attention.AUTO, **settings):
+    execution = Execution(attention=kind, platform="gpu", **settings)
+    return choose_kernel(*shapes(), execution=execution, in_parts=True)
+
+
 HAS_FLASH = jax.__version_info__ >= hopper.JAX
 
 
@@ -36,10 +41,16 @@ def test_a_cpu_gets_xla_and_a_hopper_gpu_gets_the_kernel_of_ours_and_others_cudn
     assert choose(Attention.AUTO, *shapes(), platform="cpu") == xla_attention
     assert choose(Attention.AUTO, *shapes(), platform="gpu") == ours
     assert choose(Attention.AUTO, *shapes(size=256), platform="gpu") == ours
-    in_parts = Execution(platform="gpu")
-    assert choose_kernel(*shapes(), execution=in_parts, in_parts=True) == cudnn_attention
+    assert choose_in_parts() == cudnn_attention
     blackwell = dict(platform="gpu", compute_capability="10.0")
     assert choose(Attention.AUTO, *shapes(), **blackwell) == cudnn_attention
+
+
+@pytest.mark.skipif(not HAS_FLASH, reason="the jax is too old for the kernel of ours")
+def test_what_must_repeat_its_bits_has_no_parts_by_cudnn():
+    assert choose_in_parts(deterministic=True) == flash_attention
+    with pytest.raises(ValueError, match=r"config\.attention='cudnn' cannot run: .*deterministic"):
+        choose_in_parts(Attention.CUDNN, deterministic=True)
 
 
 @pytest.mark.skipif(not HAS_FLASH, reason="says no for another reason: the jax is too old")

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from jaxscale import sharding as shd
-from jaxscale.config import Attention, Balance, ContextConfig, Dtype, Exchange, validate
+from jaxscale.config import (
+    Attention,
+    Balance,
+    ContextConfig,
+    Dtype,
+    Exchange,
+    IntegrityConfig,
+    validate,
+)
 from jaxscale.models import gemma, llama
 from jaxscale.ops.attention import attention
 from jaxscale.ops.deal import order
@@ -276,6 +284,19 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
             context=4, model=dict(num_heads=24, num_kv_heads=6, head_size=8), exchange="all_to_all"
         ),
         r"config.model.num_kv_heads=6 .*context=4.* 6 query heads a device, 4 a key head",
+    ),
+    "cuDNN in order": (
+        dict(context=4, exchange="ring", attention=Attention.CUDNN, deterministic=True),
+        r"config.attention='cudnn' .*'ring' .*config.deterministic=True.*config.attention='auto'",
+    ),
+    "cuDNN in a replay": (
+        dict(
+            context=4,
+            exchange="all_gather",
+            attention=Attention.CUDNN,
+            integrity=IntegrityConfig(replay_every=10),
+        ),
+        r"config.attention='cudnn' .*'all_gather' .*config.integrity.replay_every",
     ),
     "model_dim": (
         dict(context=8, model=dict(model_dim=36, head_size=4)),

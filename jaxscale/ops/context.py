@@ -252,7 +252,7 @@ class _AllGather(_Way):
 class _Ring(_Way):
     """Keys and values go round; a step's kernels need nothing of what is on its way.
 
-    A barrier ends each step: XLA would send all keys first, beside nothing.
+    Barriers say how far each has come when: XLA would send all keys first, beside nothing.
     """
 
     def steps(self) -> Iterator[list[_Call]]:
@@ -285,14 +285,24 @@ class _Ring(_Way):
         return total
 
     def backward(self, queries, kv_PBSKH):
-        totals = _zeros(queries[0]), _zeros(kv_PBSKH)
+        """Keys go on beside a step's kernels but the last, their gradients beside that.
+
+        These are of the keys that came a step before. Behind one barrier XLA sent the keys beside
+        all of a step and gradients beside nothing.
+        """
+        dq, came = _zeros(queries[0]), None
         for step, calls in enumerate(self.steps(), 1):
             following = self.send(kv_PBSKH) if step < self.size else kv_PBSKH
-            dq, dkv = self.add_gradients(totals, queries, kv_PBSKH=kv_PBSKH, calls=calls)
-            kv_PBSKH, dq = jax.lax.optimization_barrier((following, dq))
-            # They follow their keys, beside the next step's kernels, and are home after `size`.
-            totals = dq, self.send(dkv)
-        return totals
+            totals = dq, _zeros(kv_PBSKH)
+            *early, last = calls
+            totals = self.add_gradients(totals, queries, kv_PBSKH=kv_PBSKH, calls=early)
+            following, totals = jax.lax.optimization_barrier((following, totals))
+            dq, dkv = self.add_gradients(totals, queries, kv_PBSKH=kv_PBSKH, calls=[last])
+            if came is not None:
+                dq, dkv, came = jax.lax.optimization_barrier((dq, dkv, came))
+                dkv += came
+            kv_PBSKH, came = following, self.send(dkv)  # home after `size`
+        return dq, came
 
     def send(self, x):
         """To the next device, from the one before."""

@@ -35,8 +35,9 @@ IN_PARTS = (cudnn_attention, flash_attention, xla_attention)
 CUDNN_ENDS = (
     "with config.deterministic=True, and in a replay (config.integrity.replay_every), XLA ends the "
     "process in cuDNN's backward pass of keys that other devices send (jax 0.11.2)"
+    if jax.__version_info__ >= (0, 11, 2)
+    else None
 )
-CUDNN_ENDS_SINCE = (0, 11, 2)
 
 # Scores of a row and layer, in float32: 8 GiB at 32 heads and 8192 tokens.
 MAX_QUADRATIC_SEQ_LEN_ON_GPU = 2048
@@ -60,8 +61,7 @@ def choose(
     """
 
     def reason_against(kernel):
-        in_order = kernel is cudnn_attention and in_parts and execution.deterministic
-        if in_order and jax.__version_info__ >= CUDNN_ENDS_SINCE:
+        if CUDNN_ENDS and kernel is cudnn_attention and in_parts and execution.deterministic:
             return CUDNN_ENDS
         return kernel.supported(
             q_BSNH,

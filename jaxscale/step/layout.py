@@ -109,7 +109,7 @@ def exchange_of(config: Config, sizes: dict[str, int]) -> Exchange:
                 f"{objection}"
             )
     is_replayed = config.deterministic or config.integrity.replay_every > 0
-    if is_replayed and config.attention == Attention.CUDNN:
+    if CUDNN_ENDS and is_replayed and config.attention == Attention.CUDNN:
         raise ValueError(
             f"config.attention='cudnn' cannot run with config.context.exchange={wanted.value!r} "
             f"here: {CUDNN_ENDS}; set config.attention='auto'"

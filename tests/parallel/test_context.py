@@ -18,7 +18,7 @@ from jaxscale.config import (
     validate,
 )
 from jaxscale.models import gemma, llama
-from jaxscale.ops.attention import attention
+from jaxscale.ops.attention import CUDNN_ENDS, attention
 from jaxscale.ops.deal import order
 from jaxscale.ops.documents import documents_of
 from jaxscale.ops.execution import Execution
@@ -285,19 +285,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         ),
         r"config.model.num_kv_heads=6 .*context=4.* 6 query heads a device, 4 a key head",
     ),
-    "cuDNN in order": (
-        dict(context=4, exchange="ring", attention=Attention.CUDNN, deterministic=True),
-        r"config.attention='cudnn' .*'ring' .*config.deterministic=True.*config.attention='auto'",
-    ),
-    "cuDNN in a replay": (
-        dict(
-            context=4,
-            exchange="all_gather",
-            attention=Attention.CUDNN,
-            integrity=IntegrityConfig(replay_every=10),
-        ),
-        r"config.attention='cudnn' .*'all_gather' .*config.integrity.replay_every",
-    ),
     "model_dim": (
         dict(context=8, model=dict(model_dim=36, head_size=4)),
         r"config.model.model_dim=36 .*fsdp=1 \* context=8",
@@ -320,3 +307,15 @@ def test_what_cannot_be_split_is_refused_with_the_key_and_a_fix(mistake):
     sizes = SIZES | dict(num_layers=1) | changes.pop("model", {})
     with pytest.raises(ValueError, match=message):
         plan_of_run(config_of(fsdp=-1, model=llama.Config(**sizes), **changes))
+
+
+@pytest.mark.skipif(CUDNN_ENDS is None, reason="not seen with this jax")
+@pytest.mark.parametrize(
+    "changes", [dict(deterministic=True), dict(integrity=IntegrityConfig(replay_every=10))]
+)
+def test_cudnn_is_refused_where_it_would_end_the_process(changes):
+    changes |= dict(fsdp=-1, context=4, attention=Attention.CUDNN)
+    plan_of_run(config_of(**changes))  # all_to_all
+    message = r"config.attention='cudnn' .*'ring' .*config.deterministic.*config.attention='auto'"
+    with pytest.raises(ValueError, match=message):
+        plan_of_run(config_of(exchange="ring", **changes))

@@ -15,7 +15,7 @@ from jaxscale.compile import ahead
 from jaxscale.compile.traffic import collectives_of
 from jaxscale.config import ContextConfig, Exchange, MeshConfig, Remat
 from jaxscale.kernels import hopper
-from tests.compile.calls import attention_calls
+from tests.compile.calls import IS_CALL, attention_calls
 
 pytestmark = [
     pytest.mark.skipif(ahead.missing() is not None, reason=str(ahead.missing())),
@@ -60,6 +60,19 @@ def gathered_activations(hlo: str) -> list[str]:
     ]
 
 
+def calls_beside(hlo: str, kind: str) -> list[int]:
+    """How many calls of attention are scheduled between the start and the end of each, in order."""
+    found, begun = [], {}
+    lines = hlo.splitlines()
+    for number, line in enumerate(lines):
+        if start := re.match(rf"\s*%(\S+) = .* {kind}-start\(", line):
+            begun[start[1]] = number
+        elif end := re.match(rf"\s*%\S+ = .* {kind}-done\(.*?%([\w.-]+)\)", line):
+            between = lines[begun[end[1]] : number]
+            found.append(sum(bool(re.search(IS_CALL, each)) for each in between))
+    return found
+
+
 def assert_sends_beside_work(hlo: str) -> None:
     """Of a ring: but the first forward, for which weights are gathered instead, and the last."""
     sent = [each for each in collectives_of(hlo) if each.operation == "collective-permute"]
@@ -87,6 +100,9 @@ def test_a_ring_sends_keys_and_their_gradients_beside_its_kernels(compiled):
     assert attention_calls(hlo) == (1 + 2 * SIZE, 1 + 2 * SIZE)
     assert gathered_activations(hlo) == []
     assert_sends_beside_work(hlo)
+    # Of attention itself.
+    beside = calls_beside(hlo, "collective-permute")
+    assert sum(calls >= 1 for calls in beside) >= 2 * (SIZE - 1), beside
     assert update.memory_analysis().temp_size_in_bytes < 14 * 2**30
 
 

@@ -314,7 +314,7 @@ def test_what_cannot_be_split_is_refused_with_the_key_and_a_fix(mistake):
     "changes", [dict(deterministic=True), dict(integrity=IntegrityConfig(replay_every=10))]
 )
 def test_cudnn_is_refused_where_it_would_end_the_process(changes):
-    changes |= dict(fsdp=-1, context=4, attention=Attention.CUDNN)
+    changes = changes | dict(fsdp=-1, context=4, attention=Attention.CUDNN)
     plan_of_run(config_of(**changes))  # all_to_all
     message = r"config.attention='cudnn' .*'ring' .*config.deterministic.*config.attention='auto'"
     with pytest.raises(ValueError, match=message):

@@ -7,8 +7,9 @@ An attention kernel's file, `x_attention.py`, offers
   `supported(q, k, *, platform, compute_capability, cap, v_head_size)`: None, or why it cannot run
     these shapes, with values of this head size if it is not that of the keys;
   `partial_forward(q, k, v, *, parts, causal, scale)`, the same over some of the keys: output and
-    log-sum-exp; `partial_backward(q, k, v, *, ..., out_BSNH, lse_BSN, grad_BSNH,
-    deterministic=False)`, of the output and log-sum-exp over all keys: that part of dq, dk, dv;
+    log-sum-exp. parts: a pytree, as in `ops/deal.py`;
+  `partial_backward(q, k, v, *, ..., out_BSNH, lse_BSN, grad_BSNH, deterministic=False)`, of the
+    output and log-sum-exp over all keys: that part of dq, dk, dv;
   `HAS_QUADRATIC_MEMORY`; `TRACKS_VMA`: whether its primitives tell JAX over which mesh axes a
     value varies.
 Other kernels offer `supported` likewise.

@@ -1,6 +1,7 @@
 """Times a kernel of ours beside its rivals, and checks all against float32.
 
     python scripts/bench_kernel.py attention [--cases=causal_8k,packed,...]
+    python scripts/bench_kernel.py parts [--cases=ring_long,ring_files,...]
     python scripts/bench_kernel.py matmul [--cases=up,down,...]
     python scripts/bench_kernel.py grouped [--cases=e64,top8,...]
     python scripts/bench_kernel.py quantize [--cases=gate,qkv,...]
@@ -26,6 +27,7 @@ from jaxscale.perf import (
     collective_speed,
     grouped_speed,
     matmul_speed,
+    parts_speed,
     quantize_speed,
     rms_norm_speed,
 )
@@ -38,6 +40,7 @@ KERNELS: dict[str, tuple[Callable[[Sequence[str]], Iterator[str]], Sequence[str]
     "collective": (collective_speed.measure, list(collective_speed.CASES)),
     "grouped": (grouped_speed.measure, list(grouped_speed.CASES)),
     "matmul": (matmul_speed.measure, list(matmul_speed.CASES)),
+    "parts": (parts_speed.measure, list(parts_speed.CASES)),
     "quantize": (quantize_speed.measure, list(quantize_speed.CASES)),
     "rms_norm": (rms_norm_speed.measure, list(rms_norm_speed.CASES)),
 }

@@ -46,7 +46,7 @@ def attention(
     `partial_backward`. Holds, besides this device's own, the keys and values of all devices
     (all-gather) or of two (ring). Not proven by JAX to vary as it does: check_vma=False.
     """
-    way = {Exchange.ALL_GATHER: _AllGather, Exchange.RING: _Ring}[exchange]
+    way = {Exchange.ALL_GATHER: AllGather, Exchange.RING: Ring}[exchange]
 
     def of_rows(lengths_BM):
         size, chunk = jax.lax.axis_size(axis), q_BSNH.shape[1] // 2
@@ -151,7 +151,7 @@ class _Call(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
+class Way:
     """What both have: kernels that take some keys, the calls of each chunk with itself.
 
     size: devices.
@@ -164,13 +164,18 @@ class _Way:
     axis: str | tuple[str, ...]
     size: int
 
+    @property
+    def device(self):
+        """The number of this one."""
+        return jax.lax.axis_index(self.axis)
+
     def chunks_of(self, device):
         """The numbers of the two chunks of a device."""
         return device, 2 * self.size - 1 - device
 
     def own(self) -> list[_Call]:
         """Each of the two chunks with itself."""
-        chunks = self.chunks_of(jax.lax.axis_index(self.axis))
+        chunks = self.chunks_of(self.device)
         return [
             _Call(half, half, self.rows.inside(chunk), causal=True)
             for half, chunk in enumerate(chunks)
@@ -211,11 +216,11 @@ def _zeros(x):
     return jnp.zeros(x.shape, jnp.float32)
 
 
-class _AllGather(_Way):
+class AllGather(Way):
     """Two calls more: each chunk with all keys before it."""
 
     def before(self) -> list[_Call]:
-        chunks = self.chunks_of(jax.lax.axis_index(self.axis))
+        chunks = self.chunks_of(self.device)
         return [_Call(half, None, self.rows.before(chunk)) for half, chunk in enumerate(chunks)]
 
     def forward(self, q_BSNH, kv_PBSKH) -> _Merged:
@@ -249,7 +254,7 @@ class _AllGather(_Way):
         return jax.lax.psum_scatter(parts, self.axis, scatter_dimension=0)
 
 
-class _Ring(_Way):
+class Ring(Way):
     """Keys and values go round; a step's kernels need nothing of what is on its way.
 
     Barriers say how far each has come when: XLA would send all keys first, beside nothing.
@@ -262,7 +267,7 @@ class _Ring(_Way):
         those of one after it, the second looks at both. So two calls of a chunk with a chunk, in
         every step on every device.
         """
-        device = jax.lax.axis_index(self.axis)
+        device = self.device
         low, high = self.chunks_of(device)
         yield [*self.own(), _Call(1, 0, self.rows.across(high, low))]
         for step in range(1, self.size):

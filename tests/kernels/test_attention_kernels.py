@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxscale import kernels
+from jaxscale.ops.deal import Parts
 from jaxscale.ops.documents import documents_of
 
 NAMES = [
@@ -206,13 +207,13 @@ def test_a_deterministic_backward_pass_gives_the_same_bits_and_the_same_gradient
         assert error(mine, theirs) < RTOL[dtype_here()]
 
 
-class Parts:
-    """Queries of two documents over keys that stand elsewhere; nobody looks at the rest."""
-
-    q_starts_BM = jnp.array([[0, 70, 0], [100, 0, 0]], jnp.int32)
-    q_lengths_BM = jnp.array([[60, 100, 0], [128, 0, 0]], jnp.int32)
-    k_starts_BM = jnp.array([[30, 120, 0], [0, 0, 0]], jnp.int32)
-    k_lengths_BM = jnp.array([[60, 100, 0], [128, 0, 0]], jnp.int32)
+# Queries of two documents over keys that stand elsewhere; nobody looks at the rest.
+PARTS = Parts(
+    q_starts_BM=jnp.array([[0, 70, 0], [100, 0, 0]], jnp.int32),
+    q_lengths_BM=jnp.array([[60, 100, 0], [128, 0, 0]], jnp.int32),
+    k_starts_BM=jnp.array([[30, 120, 0], [0, 0, 0]], jnp.int32),
+    k_lengths_BM=jnp.array([[60, 100, 0], [128, 0, 0]], jnp.int32),
+)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -223,7 +224,7 @@ def test_attention_to_some_keys_and_its_part_of_the_gradients_are_the_references
     (q, k, v, cotangent), _, _ = make("head size 128 and padding")
     if reason := module.supported(q, k, platform=jax.default_backend()):
         pytest.skip(reason)
-    options = dict(parts=Parts, causal=causal, scale=q.shape[-1] ** -0.5)
+    options = dict(parts=PARTS, causal=causal, scale=q.shape[-1] ** -0.5)
 
     def run(module, *arrays, lse_of):
         out, lse = module.partial_forward(*arrays[:3], **options)

@@ -86,6 +86,15 @@ def test_kernels_are_timed_beside_one_another_and_checked(capsys):
     assert line.endswith("errors of out dq dk dv 0.0e+00 0.0e+00 0.0e+00 0.0e+00")
 
 
+def test_attention_to_parts_is_timed_as_one_device_of_a_ring_and_checked(capsys):
+    assert Script("bench_kernel").run("parts", "--cases=tiny,tiny_all_gather") == 0
+    _, ring, of_ring, gather, of_gather = capsys.readouterr().out.splitlines()
+    assert ring.startswith("tiny: ring, device 1 of 2, a row of 64, heads 2/1 x 16")
+    assert gather.startswith("tiny_all_gather: all_gather, device 1 of 2, a row of 64")
+    for line in (of_ring, of_gather):  # the reference itself, as CPUs have no other
+        assert line.split()[0] == "xla" and line.endswith("out dq dkv 0.0e+00 0.0e+00 0.0e+00")
+
+
 def test_products_in_8_bits_are_timed_beside_one_another_and_checked(capsys):
     assert Script("bench_kernel").run("matmul", "--cases=tiny") == 0
     head, case, *lines = capsys.readouterr().out.splitlines()

@@ -35,8 +35,8 @@ class Item(NamedTuple):
 class Dealt:
     """What each program makes, in this order.
 
-    table: int32 [P, n, 7], `Item`s, and another's behind a program's last. num_items: of all
-    programs.
+    table: int32 [P, n, 7], `Item`s, and another's behind a program's last; P are clusters where
+    programs of one share a list. num_items: of all.
     """
 
     table: Any
@@ -46,8 +46,13 @@ class Dealt:
     def num_programs(self) -> int:
         return self.table.shape[0]
 
+    @property
+    def num_turns(self) -> int:
+        """The most that a program makes."""
+        return self.table.shape[1] - 1
+
     def num(self):
-        """Of this program, inside a kernel."""
+        """Of this program, inside a kernel: the items of its list."""
         return self.num_of(lax.axis_index("program"))
 
     def num_of(self, program):
@@ -61,16 +66,26 @@ class Dealt:
         return Item(row, head, tile, Work(*work))
 
 
-def deal(visits: Visits, *, num_heads: int, head_bytes: int, masked_cost: float = 1.0) -> Dealt:
+def deal(
+    visits: Visits,
+    *,
+    num_heads: int,
+    head_bytes: int,
+    masked_cost: float = 1.0,
+    together: int = 1,
+) -> Dealt:
     """Each program makes its tiles of a few heads after those of others: what these read is then
     in the L2 cache for all programs.
 
     head_bytes: what the programs of one head read, and add to, in all rows; its part of what heads
-    share. masked_cost: of a visited tile with a mask; one without takes 1.
+    share. masked_cost: of a visited tile with a mask; one without takes 1. together: the programs
+    of a cluster, which have one list: of each item each of them makes one of so many heads, from
+    `head` on.
     """
+    num_heads, head_bytes = num_heads // together, head_bytes * together
     num_rows, num_tiles = visits.begin.shape
     num_items = num_rows * num_tiles * num_heads
-    num_programs = min(PROGRAMS, num_items)
+    num_programs = min(PROGRAMS // together, num_items)
     begin, end, whole_begin, whole_end = (x.astype(jnp.float32) for x in visits)
     num_whole = whole_end - whole_begin
     cost = num_whole + masked_cost * (end - begin - num_whole)
@@ -83,7 +98,7 @@ def deal(visits: Visits, *, num_heads: int, head_bytes: int, masked_cost: float 
     by_head = np.argsort(np.where(place < num_items, head // few, num_heads), kind="stable")
     place, head = (np.take_along_axis(x, by_head, axis=1) for x in (place, head))
     tile_of_row = most_first[np.minimum(place, num_items - 1) // num_heads]
-    where = [tile_of_row // num_tiles, jnp.asarray(head), tile_of_row % num_tiles]
+    where = [tile_of_row // num_tiles, jnp.asarray(together * head), tile_of_row % num_tiles]
     work = [x.reshape(-1)[tile_of_row] for x in visits]
     return Dealt(jnp.stack(where + work, axis=-1).astype(jnp.int32), num_items)
 

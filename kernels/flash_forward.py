@@ -196,14 +196,14 @@ class Program:
             keys = (row, pl.ds(work.tile(tile) * num_keys, num_keys), key_head)
             is_reused = i >= stages
             pl.when(is_reused)(lambda: plgpu.barrier_wait(self.k_used.at[slot]))
-            self.fetch(self.k.at[keys], self.k_tiles.at[slot], self.k_loaded.at[slot])
+            self.fetch(self.k.at[keys], self.k_tiles.at[slot], loaded=self.k_loaded.at[slot])
             pl.when(is_reused)(lambda: plgpu.barrier_wait(self.v_used.at[slot]))
-            self.fetch(self.v.at[keys], self.v_tiles.at[slot], self.v_loaded.at[slot])
+            self.fetch(self.v.at[keys], self.v_tiles.at[slot], loaded=self.v_loaded.at[slot])
 
         pl.loop(0, work.num)(lambda i: load_tile(num_before + i, i))
         return num_before + work.num
 
-    def fetch(self, source, target, loaded):
+    def fetch(self, source, target, *, loaded):
         """A tile of keys or values."""
         plgpu.copy_gmem_to_smem(source, target, loaded)
 

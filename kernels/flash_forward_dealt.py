@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels.flash_dealt import Dealt, deal
+from jaxscale.kernels.flash_dealt import Dealt, Item, deal
 from jaxscale.kernels.flash_forward import (
     REGISTERS_TO_COPY,
     Program,
@@ -28,7 +28,7 @@ from jaxscale.kernels.flash_forward import (
     tiles_of,
     visits_of,
 )
-from jaxscale.kernels.flash_spans import Spans
+from jaxscale.kernels.flash_spans import Spans, Work
 from jaxscale.kernels.hopper import load, run
 
 SLOTS = 2  # of tiles of queries
@@ -49,8 +49,11 @@ def is_for(head_size: int, v_head_size: int) -> bool:
 
 
 def heads_together(group: int, *, head_size: int) -> int:
-    """The programs of a cluster: two where an even number of query heads share a key head."""
-    return 2 if group % 2 == 0 else 1
+    """The programs of a cluster: two where an even number of query heads share a key head.
+
+    Not at head size 64, whose steps are half as long: there it gains nothing on an H200.
+    """
+    return 2 if group % 2 == 0 and head_size > 64 else 1
 
 
 def forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float, cap: float | None = None):
@@ -71,14 +74,17 @@ def forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float, cap: float | 
     operand = functools.partial(swizzled, dtype=q_BSNH.dtype)
     loaded = plgpu.Barrier(num_barriers=tiles.stages)
     all_here: dict[str, Any] = dict(num_arrivals=tiles.warpgroups)
-    used = functools.partial(plgpu.Barrier, num_barriers=tiles.stages, **all_here)
-    of_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",), **all_here)
+    used = plgpu.Barrier(num_barriers=tiles.stages, **all_here)
+    # A barrier of clusters of one would cost each step two shuffles.
+    of_cluster: Any = plgpu.Barrier
+    if together > 1:
+        of_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
     of_slots = plgpu.Barrier(num_barriers=SLOTS, **all_here)
     for_judgement: dict[str, Any] = dict(
         totals=plgpu.SMEM((tiles.warpgroups, min(NOTES, dealt.num_turns)), jnp.float32),
         judged=plgpu.Barrier(**all_here),
-        k_used_alone=used(),
-        v_used_alone=used(),
+        k_used_alone=used,
+        v_used_alone=used,
     )
 
     def flash_attention_forward(*refs, **scratch):
@@ -105,9 +111,9 @@ def forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float, cap: float | 
             q_used=of_slots,
             k_loaded=loaded,
             v_loaded=loaded,
-            k_used=of_cluster(num_barriers=tiles.stages),
-            v_used=of_cluster(num_barriers=tiles.stages),
-            done=of_cluster(),
+            k_used=of_cluster(num_barriers=tiles.stages, **all_here),
+            v_used=of_cluster(num_barriers=tiles.stages, **all_here),
+            done=of_cluster(**all_here),
             **(for_judgement if tiles.keeps_reference else {}),
         ),
         grid=(dealt.num_programs,),
@@ -143,10 +149,20 @@ class _Staying(Program):
     def work(self):
         return self.item.work
 
-    def fetch(self, source, target, loaded):
+    def fetch(self, source, target, *, loaded):
         """For all programs of the cluster, of which each loads its part."""
         axes = None if self.is_alone else ("pair",)
         plgpu.copy_gmem_to_smem(source, target, loaded, collective_axes=axes)
+
+    def nth(self, n) -> Item:
+        """What it makes in its nth turn."""
+        item = self.dealt.item(n)
+        if not self.is_alone:
+            return item
+        # Tiles without a mask in the loop of the others: with two loops here all passes spilled, 28
+        # bytes at head size 64.
+        begin, end, *_ = item.work
+        return item._replace(work=Work(begin, end, begin, begin))
 
     def alone(self) -> "_Staying":
         """The program that no longer waits for the others of its cluster."""
@@ -168,7 +184,7 @@ class _Staying(Program):
 
     def load_one(self, n, num_before, *, number):
         """Its nth tile of queries, and their tiles of keys. number, num_before: as of `make`."""
-        here, slot = self.at(number, self.dealt.item(n)), lax.rem(number, SLOTS)
+        here, slot = self.at(number, self.nth(n)), lax.rem(number, SLOTS)
         row, head, tile = here.place()
         pl.when(number >= SLOTS)(lambda: plgpu.barrier_wait(self.q_used.at[slot]))
         for warpgroup in range(self.tiles.warpgroups):
@@ -194,7 +210,7 @@ class _Staying(Program):
             alone = self.alone()
 
             def again(n, num_before, *, number):
-                return alone.make(self.dealt.item(n), num_before, number=number)
+                return alone.make(alone.nth(n), num_before, number=number)
 
             self.for_repeats(again)
             plgpu.wait_smem_to_gmem(0)

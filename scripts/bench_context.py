@@ -7,8 +7,8 @@ Each case is configs/llama3_8b.py on rows of 32,768, 65,536 or 131,072 tokens th
 one document, through scripts/train.py (jaxscale/perf/whole_run.py). Prints a line a case and one
 JSON record: tokens/s a device, MFU by both rules, memory measured and predicted, first loss. What
 each prints goes to DIR; a case that fails, or for which --seconds leaves no time, is left out with
-a line. --check alone prints how far the cuDNN kernels that see some of the keys, and all-gather,
-ring and all-to-all over all GPUs, are from plain XLA in float32.
+a line. --check alone prints how far each kernel that sees some of the keys, and all-gather, ring
+and all-to-all over all GPUs with it, are from plain XLA in float32.
 """
 
 import json
@@ -51,14 +51,16 @@ def main(argv: list[str]) -> int:
     # Imported late: they import jax, whose environment is set now.
     import jax
 
-    from jaxscale.kernels import cudnn_attention
     from jaxscale.perf import context_speed
 
     if CHECK.value:
-        errors = context_speed.check(cudnn_attention, size=jax.device_count())
-        for line in context_speed.describe(errors):
-            print(line, flush=True)
-        return EXIT_FAILED if line.startswith("NOT") else 0
+        verdicts = []
+        for name, kernel in context_speed.kernels_here().items():
+            errors = context_speed.check(kernel, size=jax.device_count())
+            for line in context_speed.describe(errors):
+                print(f"{name}: {line}", flush=True)
+            verdicts.append(line)
+        return EXIT_FAILED if any(line.startswith("NOT") for line in verdicts) else 0
     if unknown := set(CASES.value) - set(context_speed.CASES):
         known = ", ".join(context_speed.CASES)
         return tell(ValueError(f"--cases={min(unknown)} is not one of {known}"), EXIT_MISTAKE)

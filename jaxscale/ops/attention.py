@@ -29,8 +29,6 @@ KERNELS: dict[Attention, ModuleType] = {
     Attention.CUDNN: cudnn_attention,
     Attention.XLA: xla_attention,
 }
-# Where keys come from other devices meanwhile: no step with ours has been timed there.
-IN_PARTS = (cudnn_attention, flash_attention, xla_attention)
 # As it was seen on two H200: XLA finds no program for the call (std::out_of_range).
 CUDNN_ENDS = (
     "with config.deterministic=True, and in a replay (config.integrity.replay_every), XLA ends the "
@@ -79,8 +77,7 @@ def choose(
                 f"config.attention='auto'"
             )
         return KERNELS[wanted]
-    kernels = IN_PARTS if in_parts else tuple(KERNELS.values())
-    reasons = {kernel: reason_against(kernel) for kernel in kernels}
+    reasons = {kernel: reason_against(kernel) for kernel in KERNELS.values()}
     chosen = next(kernel for kernel, reason in reasons.items() if reason is None)
     others = "; ".join(reason for reason in reasons.values() if reason)
     if execution.platform != "cpu" and chosen.HAS_QUADRATIC_MEMORY:

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale import sharding as shd
-from jaxscale.config import Attention, Balance, Dtype, Exchange
+from jaxscale.config import Balance, Dtype, Exchange
 from jaxscale.kernels import xla_attention
-from jaxscale.ops.attention import attention
+from jaxscale.ops.attention import KERNELS, attention
 from jaxscale.ops.context import NOTHING
 from jaxscale.ops.deal import Parts, order
 from jaxscale.ops.documents import documents_of
@@ -104,6 +104,21 @@ def check(kernel: ModuleType, *, size: int) -> Iterator[tuple[str, float, float]
 
 
 ROWS, SEQ, HEADS, KV_HEADS, HEAD_SIZE = 2, 512, 8, 2, 128
+
+
+def kernels_here() -> dict[str, ModuleType]:
+    """Those that `check` can check on this machine: all but what it checks them against."""
+    q_BSNH, k_BSKH = (
+        jax.ShapeDtypeStruct((ROWS, SEQ, heads, HEAD_SIZE), jnp.bfloat16)
+        for heads in (HEADS, KV_HEADS)
+    )
+    platform = jax.default_backend()
+    return {
+        name: kernel
+        for name, kernel in KERNELS.items()
+        if kernel is not xla_attention
+        and kernel.supported(q_BSNH, k_BSKH, platform=platform) is None
+    }
 
 
 def _parts() -> Iterator[tuple[str, Parts, bool]]:
@@ -203,10 +218,9 @@ def _attended(
     balance: Balance = Balance.HEAD_TAIL,
 ):
     """The output, and the gradients of queries, keys and values."""
-    is_plain = kernel is xla_attention
     execution = Execution(
-        dtype=Dtype.FLOAT32 if is_plain else Dtype.BFLOAT16,
-        attention=Attention.XLA if is_plain else Attention.CUDNN,
+        dtype=Dtype.FLOAT32 if kernel is xla_attention else Dtype.BFLOAT16,
+        attention=next(name for name, each in KERNELS.items() if each is kernel),
         exchange=exchange,
         balance=balance,
         max_documents=4,

@@ -4,8 +4,8 @@ A device's work does not depend on what the others do, so it is timed without th
 the calls and the sums of `ops/context.py`. What is sent is left out: keys stay where they are, and
 count as those of the device that would have sent them.
 
-B rows, S sequence of a device (its two chunks), N query heads, K key heads, H head size, M
-documents a row, P = 2: keys and values.
+B rows, S sequence of a device (its two chunks), T key sequence, N query heads, K key heads, H head
+size, M documents a row, P = 2: keys and values.
 """
 
 import dataclasses

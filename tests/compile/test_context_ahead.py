@@ -12,8 +12,8 @@ import pytest
 
 from jaxscale.command_line import read_config
 from jaxscale.compile import ahead
-from jaxscale.compile.traffic import collectives_of
-from jaxscale.config import ContextConfig, Exchange, MeshConfig, Remat
+from jaxscale.compile.traffic import collectives_of, computations
+from jaxscale.config import Attention, ContextConfig, Exchange, MeshConfig, Remat
 from jaxscale.kernels import hopper
 from tests.compile.calls import IS_CALL, attention_calls
 
@@ -31,9 +31,9 @@ def compiled():
     """`compiled(exchange)`: that update."""
     devices = ahead.devices_of("h200", hosts=1, gpus_per_host=SIZE)
 
-    def compile(exchange: Exchange, *, deterministic: bool = False):
+    def compile(exchange: Exchange, *, attention: Attention = Attention.AUTO):
         config = read_config([f"--config={CONFIG}"])
-        config.deterministic = deterministic
+        config.attention = attention
         config.model = dataclasses.replace(config.model, num_layers=LAYERS, max_seq_len=TOKENS)
         config.data.max_documents_per_row = 8
         config.seq_len, config.batch_size = TOKENS, 1
@@ -63,13 +63,20 @@ def gathered_activations(hlo: str) -> list[str]:
 def calls_beside(hlo: str, kind: str) -> list[int]:
     """How many calls of attention are scheduled between the start and the end of each, in order."""
     found, begun = [], {}
+    parts = computations(hlo)
+    fused = {name for name, each in parts.items() if any(re.search(IS_CALL, line) for line in each)}
+
+    def is_call(line):
+        fusion = re.search(r" fusion\(.*calls=%([^\s,]+)", line)
+        return fusion[1] in fused if fusion else bool(re.search(IS_CALL, line))
+
     lines = hlo.splitlines()
     for number, line in enumerate(lines):
         if start := re.match(rf"\s*%(\S+) = .* {kind}-start\(", line):
             begun[start[1]] = number
         elif end := re.match(rf"\s*%\S+ = .* {kind}-done\(.*?%([\w.-]+)\)", line):
             between = lines[begun[end[1]] : number]
-            found.append(sum(bool(re.search(IS_CALL, each)) for each in between))
+            found.append(sum(map(is_call, between)))
     return found
 
 
@@ -106,10 +113,10 @@ def test_a_ring_sends_keys_and_their_gradients_beside_its_kernels(compiled):
     assert update.memory_analysis().temp_size_in_bytes < 14 * 2**30
 
 
-@pytest.mark.skipif(jax.__version_info__ < hopper.JAX, reason="has no kernel of ours")
-def test_so_does_a_ring_of_our_kernels(compiled):
-    hlo = ahead.text_of(compiled(Exchange.RING, deterministic=True))
-    assert attention_calls(hlo) == (1 + 2 * SIZE, 1 + 2 * SIZE) and "fmha" not in hlo
+@pytest.mark.skipif(jax.__version_info__ < hopper.JAX, reason="has no kernel of ours: the same")
+def test_so_does_a_ring_of_cudnns(compiled):
+    hlo = ahead.text_of(compiled(Exchange.RING, attention=Attention.CUDNN))
+    assert attention_calls(hlo) == (1 + 2 * SIZE, 1 + 2 * SIZE) and "mosaic_gpu" not in hlo
     assert_sends_beside_work(hlo)
 
 

@@ -15,6 +15,7 @@ from jaxscale.kernels import (
     flash_backward_keys,
     flash_dealt,
     flash_forward,
+    flash_forward_dealt,
     flash_spans,
     hopper,
 )
@@ -118,14 +119,15 @@ def test_forward_with_a_cap_and_of_other_head_sizes(sizes):
     np.testing.assert_allclose(lse, wanted_lse, atol=1e-3 if cap else 1e-4)
 
 
-def with_scores_above(powers: float, *, size, rows=None):
-    """Of 512 queries in one document: keys from 150 on score so many powers of 2 above the first
-    tile's, those from 290 on as many more. rows: of these queries only."""
-    (q, k, v, _), segments, _ = operands("one document", (size, size))
+def with_scores_above(
+    powers: float, *, size, name="one document", rows=slice(None), heads=slice(None)
+):
+    """In one document: keys from 150 on score so many powers of 2 above the first tile's, those
+    from 290 on as many more. rows, heads: of these queries only."""
+    (q, k, v, _), segments, _ = operands(name, (size, size))
     q, k = (np.array(x, np.float64) for x in (q, k))
-    q[..., 0], k[..., 0] = 0 if rows else size**0.5, 0
-    if rows:
-        q[:, rows, :, 0] = size**0.5
+    q[..., 0], k[..., 0] = 0, 0
+    q[:, rows, heads, 0] = size**0.5
     k[:, 150:, :, 0] = powers / LOG2_E
     k[:, 290:, :, 0] = 2 * powers / LOG2_E
     return *(jnp.asarray(x, jnp.bfloat16) for x in (q, k)), v, segments
@@ -133,12 +135,26 @@ def with_scores_above(powers: float, *, size, rows=None):
 
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("powers", [20.0, 100.0, 300.0])
-@pytest.mark.parametrize("rows", [None, [300]])
+@pytest.mark.parametrize("rows", [slice(None), [300]])
 def test_scores_far_above_those_of_the_first_tile(powers, rows, *, size):
     """With 20 the first tile's scores do as the reference, with 100 sums of p say that they do not,
     with 300 p is infinite. In the one row there is, the tile with a mask shrinks sums to nothing,
     which would hide it."""
     q, k, v, segments = with_scores_above(powers, size=size, rows=rows)
+    found = forward(q, k, v, segments)
+    assert np.isfinite(found[0]).all()
+    assert_forward_is(found, expected(q, k, v, segments))
+
+
+@pytest.mark.parametrize("notes", [1024, 1])
+@pytest.mark.parametrize("head", [0, 1])
+def test_one_of_two_heads_that_share_tiles_of_keys_is_made_again(head, notes, monkeypatch):
+    """By itself, as the other's program is done by then. With one note for all tiles all of them
+    are made again."""
+    monkeypatch.setattr(flash_forward_dealt, "NOTES", notes)
+    above = dict(size=128, name="padding, shared keys", heads=[head])
+    q, k, v, segments = with_scores_above(300.0, **above)
+    assert flash_forward_dealt.heads_together(q.shape[2] // k.shape[2], head_size=128) == 2
     found = forward(q, k, v, segments)
     assert np.isfinite(found[0]).all()
     assert_forward_is(found, expected(q, k, v, segments))
@@ -237,12 +253,15 @@ DOCUMENTS = [100, 996, 2000, 1000]
 
 
 # most: what the busiest may have, of the mean; of documents of one row it makes two tiles.
+@pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("heads_at_once", [16, 4])
 @pytest.mark.parametrize(
     ("lengths", "num_rows", "most"),
     [([4096], 1, 1.04), ([4096], 4, 1.04), (DOCUMENTS, 1, 1.2), (DOCUMENTS, 4, 1.04)],
 )
-def test_tiles_are_dealt_once_and_evenly(lengths, num_rows, most, heads_at_once, monkeypatch):
+def test_tiles_are_dealt_once_and_evenly(
+    lengths, num_rows, most, heads_at_once, together, monkeypatch
+):
     monkeypatch.setattr(flash_dealt, "PROGRAMS", 132)
     heads, tiles = 16, 16
     segments = np.tile(np.repeat(1 + np.arange(len(lengths)), lengths), (num_rows, 1))
@@ -250,11 +269,12 @@ def test_tiles_are_dealt_once_and_evenly(lengths, num_rows, most, heads_at_once,
     spans = pairs.keys_of_queries
     visits = flash_spans.tiles_seen(spans, size=256, num_seen=4096, seen_size=64)
     head_bytes = flash_dealt.L2_BYTES // heads_at_once
-    dealt = flash_dealt.deal(visits, num_heads=heads, head_bytes=head_bytes)
-    table, counts = np.asarray(dealt.table), dealt.num_of(np.arange(132))
+    dealt = flash_dealt.deal(visits, num_heads=heads, head_bytes=head_bytes, together=together)
+    table, counts = np.asarray(dealt.table), dealt.num_of(np.arange(132 // together))
     own = [items[:count] for items, count in zip(table, counts, strict=True)]
     places = {tuple(item[:3]) for items in own for item in items}
-    assert len(places) == sum(map(len, own)) == num_rows * heads * tiles
+    assert len(places) == sum(map(len, own)) == num_rows * heads // together * tiles
+    assert {head for _, head, _ in places} == set(range(0, heads, together))
     stacked = np.asarray(visits.stacked())
     assert all((stacked[row, tile] == work).all() for row, _, tile, *work in table.reshape(-1, 7))
     busy = [(items[:, 4] - items[:, 3] + 4).sum() for items in own]

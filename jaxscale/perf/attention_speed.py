@@ -10,7 +10,8 @@ import math
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,15 @@ class Packed(NamedTuple):
     lengths: list[list[int]]
     most: int
 
+    @property
+    def bound(self) -> int:
+        """What a run would round it up to."""
+        return 2 ** math.ceil(math.log2(self.most))
+
+
+def one_document(rows: int, seq: int) -> Packed:
+    return Packed([[seq]] * rows, most=1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -48,7 +58,7 @@ class Case:
     head_size: int = 128
     # Of the values, if not that of the keys.
     v_head_size: int | None = None
-    packed: Callable[[int, int], Packed] = lambda rows, seq: Packed([[seq]] * rows, most=1)
+    packed: Callable[[int, int], Packed] = one_document
     window: int | None = None
     cap: float | None = None
 
@@ -150,12 +160,13 @@ CASES = {
 
 def measure(names: Sequence[str]) -> Iterator[str]:
     """Lines of text: what is timed on what, then a line for each kernel of each case."""
-    yield f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {_dtype().name}"
+    yield f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {dtype_here().name}"
     for name in names:
         yield from _case(name, CASES[name])
 
 
-def _dtype() -> np.dtype:
+def dtype_here() -> np.dtype:
+    """Of the arrays: CPUs have no kernel but XLA's."""
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
@@ -186,7 +197,7 @@ def _errors(case: Case, kernels: dict[str, Function], *, arrays: Sequence[jax.Ar
     reference = _exactly(_packed(xla_attention.reference, case))
     expected = reference(*_first_head(case, arrays, dtype=jnp.float32))
     found = {
-        kernel: _exactly(function)(*_first_head(case, arrays, dtype=_dtype()))
+        kernel: _exactly(function)(*_first_head(case, arrays, dtype=dtype_here()))
         for kernel, function in kernels.items()
     }
     return {
@@ -203,21 +214,15 @@ def _random(case: Case) -> list[jax.Array]:
     sizes = (case.head_size, case.head_size, v_head_size, v_head_size)
     keys = jax.random.split(jax.random.key(0), 4)
     return [
-        jax.random.normal(key, (case.rows, case.seq, *shape), _dtype())
+        jax.random.normal(key, (case.rows, case.seq, *shape), dtype_here())
         for key, *shape in zip(keys, heads, sizes, strict=True)
     ]
 
 
 def _kernels(case: Case, arrays: Sequence[jax.Array]) -> dict[str, Function]:
     """Those that can run the case here; cuDNN without packing where a row is one document."""
-    found: dict[str, Function] = {}
-    platform = jax.default_backend()
-    for name, kernel in KERNELS.items():
-        options = dict(cap=case.cap, v_head_size=case.v_head_size)
-        reason = kernel.supported(arrays[0], arrays[1], platform=platform, **options)
-        is_slow = kernel.HAS_QUADRATIC_MEMORY and platform != "cpu"
-        if reason is None and not is_slow:
-            found[name] = _packed(kernel.attention, case)
+    kernels = kernels_for(*arrays[:2], cap=case.cap, v_head_size=case.v_head_size)
+    found = {name: _packed(kernel.attention, case) for name, kernel in kernels.items()}
     if Attention.CUDNN in found and case.documents.most == 1:
 
         def dense(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
@@ -235,11 +240,25 @@ def _kernels(case: Case, arrays: Sequence[jax.Array]) -> dict[str, Function]:
     return found
 
 
+def kernels_for(
+    q_BSNH: Any, k_BSKH: Any, *, cap: float | None = None, v_head_size: int | None = None
+) -> dict[str, ModuleType]:
+    """Those that can run these shapes here in memory that does not grow with a row's square; XLA's
+    on a CPU."""
+    platform = jax.default_backend()
+    options: dict[str, Any] = dict(platform=platform, cap=cap, v_head_size=v_head_size)
+    return {
+        name: kernel
+        for name, kernel in KERNELS.items()
+        if kernel.supported(q_BSNH, k_BSKH, **options) is None
+        and (platform == "cpu" or not kernel.HAS_QUADRATIC_MEMORY)
+    }
+
+
 def _packed(attention: Function, case: Case) -> Function:
     """Of arrays with the case's rows, or fewer."""
     segments = case.segments()
-    # What a run would round it up to.
-    bound = 2 ** math.ceil(math.log2(case.documents.most))
+    bound = case.documents.bound
     options = dict(scale=case.head_size**-0.5, window=case.window, cap=case.cap)
 
     def function(q_BSNH: jax.Array, *keys_and_values: jax.Array) -> jax.Array:

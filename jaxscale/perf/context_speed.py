@@ -25,6 +25,7 @@ from jaxscale.ops.context import NOTHING
 from jaxscale.ops.deal import Parts, order
 from jaxscale.ops.documents import documents_of
 from jaxscale.ops.execution import Execution
+from jaxscale.perf.attention_speed import kernels_for
 
 LONG_FILES = 4
 # Of an array's norm: bfloat16 rounds the softmax's products at 2e-3 (tests/kernels), gradients
@@ -107,18 +108,9 @@ ROWS, SEQ, HEADS, KV_HEADS, HEAD_SIZE = 2, 512, 8, 2, 128
 
 
 def kernels_here() -> dict[str, ModuleType]:
-    """Those that `check` can check on this machine: all but what it checks them against."""
-    q_BSNH, k_BSKH = (
-        jax.ShapeDtypeStruct((ROWS, SEQ, heads, HEAD_SIZE), jnp.bfloat16)
-        for heads in (HEADS, KV_HEADS)
-    )
-    platform = jax.default_backend()
-    return {
-        name: kernel
-        for name, kernel in KERNELS.items()
-        if kernel is not xla_attention
-        and kernel.supported(q_BSNH, k_BSKH, platform=platform) is None
-    }
+    """Those that `check` can check on this machine."""
+    shapes = ((ROWS, SEQ, heads, HEAD_SIZE) for heads in (HEADS, KV_HEADS))
+    return kernels_for(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
 
 
 def _parts() -> Iterator[tuple[str, Parts, bool]]:

@@ -10,7 +10,6 @@ size, M documents a row, P = 2: keys and values.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -21,17 +20,18 @@ import jax.numpy as jnp
 from jaxscale.config import Balance, Exchange
 from jaxscale.kernels import xla_attention
 from jaxscale.ops import context
-from jaxscale.ops.attention import KERNELS
 from jaxscale.ops.deal import rows_of
-from jaxscale.perf.attention_speed import Packed, some_files
+from jaxscale.perf.attention_speed import (
+    Packed,
+    dtype_here,
+    kernels_for,
+    one_document,
+    some_files,
+)
 from jaxscale.perf.turns import error, in_turns
 
 # Of the row whose first key head is checked: float32 scores of a chunk and all keys take 1 GiB.
 CHECKED_SEQ = 16_384
-
-
-def one_document(rows: int, seq: int) -> Packed:
-    return Packed([[seq]] * rows, most=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Case:
 
     def lengths(self) -> list[int]:
         """Of the row's documents and of empty ones, as many as a run would have: two or more."""
-        (row,), most = self.packed(1, self.seq)
-        bound = max(2, 2 ** math.ceil(math.log2(most)))
-        return row + [0] * (bound - len(row))
+        packed = self.packed(1, self.seq)
+        (row,) = packed.lengths
+        return row + [0] * (max(2, packed.bound) - len(row))
 
     def flop_of_both(self) -> float:
         """Seven products of all pairs of the row, of which a device has its share on average."""
@@ -77,13 +77,9 @@ CASES = {
 
 def measure(names: Sequence[str]) -> Iterator[str]:
     """Lines of text: what is timed on what, then a line for each kernel of each case."""
-    yield f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {_dtype().name}"
+    yield f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {dtype_here().name}"
     for name in names:
         yield from _case(name, CASES[name])
-
-
-def _dtype() -> Any:
-    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
 def _case(name: str, case: Case) -> Iterator[str]:
@@ -93,7 +89,7 @@ def _case(name: str, case: Case) -> Iterator[str]:
         f"heads {case.heads}/{case.kv_heads} x {case.head_size}, documents {len(lengths)} at most, "
         f"{sum(n > 0 for n in lengths)} in the row"
     )
-    arrays = _random(case, dtype=_dtype())
+    arrays = _random(case, dtype=dtype_here())
     kernels = _kernels(case)
     forward = {kernel: jax.jit(_forward(case, each)) for kernel, each in kernels.items()}
     both = {kernel: jax.jit(_both(case, each)) for kernel, each in kernels.items()}
@@ -119,23 +115,15 @@ def _random(case: Case, *, dtype) -> list[jax.Array]:
 
 
 def _kernels(case: Case) -> dict[str, ModuleType]:
-    """Those that can run the case here in memory that does not grow with the row's square."""
-    q_BSNH, kv_PBSKH, _ = jax.eval_shape(lambda: _random(case, dtype=_dtype()))
-    k_BSKH = jax.ShapeDtypeStruct(kv_PBSKH.shape[1:], kv_PBSKH.dtype)
-    platform = jax.default_backend()
-    return {
-        name: kernel
-        for name, kernel in KERNELS.items()
-        if kernel.supported(q_BSNH, k_BSKH, platform=platform) is None
-        and (platform == "cpu" or not kernel.HAS_QUADRATIC_MEMORY)
-    }
+    q_BSNH, kv_PBSKH, _ = jax.eval_shape(lambda: _random(case, dtype=dtype_here()))
+    return kernels_for(q_BSNH, jax.ShapeDtypeStruct(kv_PBSKH.shape[1:], kv_PBSKH.dtype))
 
 
 def _errors(case: Case) -> dict[str, list[float]]:
     """Of a shorter row's first key head, beside plain XLA in float32."""
     case = dataclasses.replace(case, seq=min(case.seq, CHECKED_SEQ))
     of_head = dataclasses.replace(case, heads=case.heads // case.kv_heads, kv_heads=1)
-    arrays = _random(of_head, dtype=_dtype())
+    arrays = _random(of_head, dtype=dtype_here())
     # Not timed: trying out ways to multiply in float32 takes 20 seconds.
     options = {} if jax.default_backend() == "cpu" else {"xla_gpu_autotune_level": 0}
 

@@ -3,7 +3,8 @@
 jax 0.11.2's interpreter lacks what flash attention needs: products whose left operand is in
 registers, writes to accumulators, and TMA's additions. `interpreted` adds them. Products are done
 at once here, so a wait that is missing is not found; what a product reads of shared memory is
-looked at for races, as what TMA reads.
+looked at for races, as what TMA reads. A copy for all programs of a cluster is one of each of them
+for itself there; that it comes when the others have read what was there before is looked for.
 """
 
 import contextlib
@@ -21,6 +22,11 @@ plgpu: Any = mosaic_gpu  # jax 0.10.2 has no interpreter there
 IS_GPU = jax.default_backend() == "gpu"
 ADDITIONS = threading.Lock()
 THIS_THREAD = threading.local()
+# Of a buffer that all programs of a cluster have: places that were loaded for all, by each program;
+# what products read: whose, where, of how many tiles so far, when; who was not waited for.
+LOADED: dict[tuple, list[tuple]] = {}
+READ: dict[tuple, list[tuple]] = {}
+NOT_WAITED_FOR: list[str] = []
 
 
 def part_of_jax(name: str) -> Any:
@@ -48,10 +54,17 @@ def interpreted():
     swap = functools.partial(_interpret_swap, program._interpret_swap_p)
     copy = functools.partial(_copy_or_add, gpu_callbacks.copy_smem_to_gmem)
     task = functools.partial(_task, gpu_callbacks.AsyncCopySmemToGmemTask)
+    load = functools.partial(_load_for_all, program._interpret_copy_gmem_to_smem_p)
+    finished = functools.partial(_cluster_finished, gpu_callbacks.cluster_finished)
+    NOT_WAITED_FOR.clear()
     with (
         mock.patch.object(primitives, "wgmma_accumulator_store", _store_accumulator),
         mock.patch.object(program, "_interpret_wgmma_ref_p", _interpret_product),
         mock.patch.object(program, "_interpret_swap_p", lambda *operands: swap(*operands)),
+        mock.patch.object(
+            program, "_interpret_copy_gmem_to_smem_p", lambda *operands: load(*operands)
+        ),
+        mock.patch.object(gpu_callbacks, "cluster_finished", finished),
         mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", copy),
         mock.patch.object(gpu_callbacks, "AsyncCopySmemToGmemTask", task),
         mock.patch.object(barrier, "deallocate", _release),
@@ -59,6 +72,7 @@ def interpreted():
     ):
         yield
     assert not gpu_callbacks.get_races().races_found
+    assert not NOT_WAITED_FOR, NOT_WAITED_FOR[:3]
 
 
 def _release(barrier):
@@ -134,7 +148,12 @@ def _multiply(*, token, mesh_location, thread, operands, transforms, is_in_memor
             clock = memory.clocks[thread]
             clock.inc(memory.thread_to_vc_position(thread))
             now = clock.async_smem_clock.copy()
+            at = clock.generic_clock.clock.copy()
         gpu_callbacks.get_races().check_read(thread, now, *place, source_info=source_info)
+        key, access = place
+        with ADDITIONS:
+            seen = key.block_id, access.range, _number(key, access), at
+            READ.setdefault(_of_all(key), []).append(seen)
         return values
 
     acc, a, b = operands
@@ -146,6 +165,61 @@ def _multiply(*, token, mesh_location, thread, operands, transforms, is_in_memor
         sums = sums + np.matmul(a.astype(sums.dtype), b.astype(sums.dtype))
     memory.store_buffer_content(*place, sums, thread, logging_info=info)
     return token
+
+
+def _of_all(key) -> tuple:
+    """A buffer of each program of a cluster."""
+    return key.memory_space_id, key.device_id, key.thread_id, key.buffer_id
+
+
+def _load_for_all(load, self, eqn, token, get_invals):
+    if eqn.params["collective_axes"]:
+        invals, params = get_invals(), eqn.params
+        begin = 3 + params["src_transforms_treedef"].num_leaves
+        tree = params["dst_transforms_treedef"]
+        transforms = jax.tree.unflatten(tree, invals[begin : begin + tree.num_leaves])
+        target, transforms = interpreter().resolve_ref(eqn.invars[1].aval, invals[1], transforms)
+        options = dict(target=target, transforms=transforms)
+        token = _call(self, _look_for_readers, eqn, token, **options)
+    return load(self, eqn, token, get_invals)
+
+
+def _look_for_readers(*, token, mesh_location, thread, target, transforms, source_info):
+    """Other programs' of what this one is about to load over."""
+    gpu_callbacks = callbacks()
+    memory = gpu_callbacks._get_shared_memory()
+    key = gpu_callbacks.HostAllocationKey.from_array(target)
+    transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+    access = memory.access(key, transforms)
+    now = memory.get_clock(thread).generic_clock.clock
+    with ADDITIONS:
+        for program, places, number, at in READ.get(_of_all(key), []):
+            # On a GPU another cannot read this tile yet; here it has loaded one for itself.
+            is_before = program != key.block_id and number <= _number(key, access)
+            if is_before and _overlap(places, access.range) and not (at <= now).all():
+                NOT_WAITED_FOR.append(f"program {program} may still read {access.range}")
+        LOADED.setdefault((key.block_id, *_of_all(key)), []).append(access.range)
+    return token
+
+
+def _number(key, access) -> int:
+    """How many tiles a program has loaded there for all."""
+    loaded = LOADED.get((key.block_id, *_of_all(key)), [])
+    return sum(_overlap(places, access.range) for places in loaded)
+
+
+def _overlap(one, other) -> bool:
+    def bounds(place):
+        return (place, place + 1) if isinstance(place, int) else (place.start, place.stop)
+
+    pairs = ((bounds(a), bounds(b)) for a, b in zip(one, other, strict=True))
+    return all(a < d and c < b for (a, b), (c, d) in pairs)
+
+
+def _cluster_finished(finished, *, token):
+    READ.clear()
+    LOADED.clear()
+    return finished(token=token)
 
 
 def _copy_or_add(copy, *, reduction_op, **options):

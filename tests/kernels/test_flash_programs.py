@@ -283,6 +283,22 @@ def test_tiles_are_dealt_once_and_evenly(
 
 
 @pytest.mark.skipif(IS_GPU, reason="a GPU looks for no races")
+def test_a_program_that_does_not_wait_for_the_other_of_its_cluster_is_found(monkeypatch):
+    def of_one(together, **options):
+        return plgpu.Barrier(**options)
+
+    monkeypatch.setattr(flash_forward_dealt, "barrier_of_cluster", of_one)
+    (q, k, v, _), segments, window = operands("padding, shared keys", (128, 128))
+    with pytest.raises(AssertionError, match="may still read"):
+        forward(q, k, v, segments, window)
+
+
+def test_two_heads_go_together_where_an_even_number_shares_a_key_head():
+    heads = (32, 8), (16, 8), (12, 4), (16, 16)
+    assert [hopper.heads_together(*each) for each in heads] == [2, 2, 1, 1]
+
+
+@pytest.mark.skipif(IS_GPU, reason="a GPU looks for no races")
 def test_ds_that_is_written_before_it_was_read_is_found(monkeypatch):
     def hand_over(self, ds, slot):
         self.here.ds_tiles.at[slot, self.mine()][...] = ds

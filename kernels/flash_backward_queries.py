@@ -53,7 +53,7 @@ def of_queries(operands, begins, *, pairs: Pairs, scores: Scores):
     # Of head size 256, 128 queries, their gradients and two tiles of keys are 192 of 227 KiB.
     stages = stages_of_late_sum(head_size)
     num_values = 1 if head_size > 192 else stages
-    together = heads_together(num_heads, k_BTKH.shape[2])
+    together = heads_together(num_heads, k_BTKH.shape[2], head_size=head_size)
     of_cluster = functools.partial(barrier_of_cluster, together, num_arrivals=WARPGROUPS)
 
     def operand(*shape):

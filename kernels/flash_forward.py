@@ -91,7 +91,7 @@ def forward(q_BSNH, k_BTKH, v_BTKV, *, spans: Spans, scale: float, cap: float | 
     tiles = tiles_of(head_size, seq=seq, cap=cap)
     tile_k, stages = tiles.num_keys, tiles.stages
     visits = visits_of(spans, num_keys=num_keys, tiles=tiles)
-    together = heads_together(num_heads, k_BTKH.shape[2])
+    together = heads_together(num_heads, k_BTKH.shape[2], head_size=head_size)
     operand = functools.partial(swizzled, dtype=q_BSNH.dtype)
     q_tile = operand(tiles.warpgroups, 64, head_size)
     if v_head_size != head_size:

@@ -52,8 +52,7 @@ def forward(q_BSNH, k_BTKH, v_BTKH, *, spans: Spans, scale: float, cap: float | 
     tiles = tiles_of(head_size, seq=seq, cap=cap)
     visits = visits_of(spans, num_keys=k_BTKH.shape[1], tiles=tiles)
     head_bytes = (k_BTKH.nbytes + v_BTKH.nbytes) // num_heads
-    # Not at head size 64, whose steps are half as long: there two gain nothing.
-    together = heads_together(num_heads, k_BTKH.shape[2]) if head_size > 64 else 1
+    together = heads_together(num_heads, k_BTKH.shape[2], head_size=head_size)
     dealt = deal(
         visits,
         num_heads=num_heads,

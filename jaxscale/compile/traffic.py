@@ -21,7 +21,7 @@ _DONE = re.compile(rf" (?:{'|'.join(OPERATIONS)})-done\(%([^\s,)]+)")
 # What takes a GPU's time: products, attention, loops of such.
 _WORK = re.compile(r" (?:custom-call|while|call|conditional)\(")
 # XLA puts a kernel whose operands are slices into a fusion with them, and its own products.
-_FUSION = re.compile(r" fusion\(.*calls=%([^\s,]+)")
+FUSION = re.compile(r" fusion\(.*calls=%([^\s,]+)")
 _FUSED = re.compile(r" (?:custom-call|dot)\(")
 _GROUPS = re.compile(r"replica_groups=(.*?), (?!device_ids)\w+=")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})\}")
@@ -184,7 +184,7 @@ def _work_beside(lines: list[str], fused: set[str]) -> dict[str, int]:
             found[match[1]] = work - begun[match[1]]
         elif _WORK.search(line):
             work += 1
-        elif (fusion := _FUSION.search(line)) and fusion[1] in fused:
+        elif (fusion := FUSION.search(line)) and fusion[1] in fused:
             work += 1
     return found
 

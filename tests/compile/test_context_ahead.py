@@ -12,7 +12,7 @@ import pytest
 
 from jaxscale.command_line import read_config
 from jaxscale.compile import ahead
-from jaxscale.compile.traffic import collectives_of, computations
+from jaxscale.compile.traffic import FUSION, collectives_of, computations
 from jaxscale.config import Attention, ContextConfig, Exchange, MeshConfig, Remat
 from jaxscale.kernels import hopper
 from tests.compile.calls import IS_CALL, attention_calls
@@ -31,9 +31,10 @@ def compiled():
     """`compiled(exchange)`: that update."""
     devices = ahead.devices_of("h200", hosts=1, gpus_per_host=SIZE)
 
-    def compile(exchange: Exchange, *, attention: Attention = Attention.AUTO):
+    def compile(exchange: Exchange, **settings):
         config = read_config([f"--config={CONFIG}"])
-        config.attention = attention
+        for name, value in settings.items():
+            setattr(config, name, value)
         config.model = dataclasses.replace(config.model, num_layers=LAYERS, max_seq_len=TOKENS)
         config.data.max_documents_per_row = 8
         config.seq_len, config.batch_size = TOKENS, 1
@@ -67,7 +68,7 @@ def calls_beside(hlo: str, kind: str) -> list[int]:
     fused = {name for name, each in parts.items() if any(re.search(IS_CALL, line) for line in each)}
 
     def is_call(line):
-        fusion = re.search(r" fusion\(.*calls=%([^\s,]+)", line)
+        fusion = FUSION.search(line)
         return fusion[1] in fused if fusion else bool(re.search(IS_CALL, line))
 
     lines = hlo.splitlines()
@@ -114,9 +115,13 @@ def test_a_ring_sends_keys_and_their_gradients_beside_its_kernels(compiled):
 
 
 @pytest.mark.skipif(jax.__version_info__ < hopper.JAX, reason="has no kernel of ours: the same")
-def test_so_does_a_ring_of_cudnns(compiled):
-    hlo = ahead.text_of(compiled(Exchange.RING, attention=Attention.CUDNN))
-    assert attention_calls(hlo) == (1 + 2 * SIZE, 1 + 2 * SIZE) and "mosaic_gpu" not in hlo
+@pytest.mark.parametrize(
+    ("settings", "other"),
+    [(dict(attention=Attention.CUDNN), "mosaic_gpu"), (dict(deterministic=True), "fmha")],
+)
+def test_so_does_a_ring_of_other_kernels(compiled, settings, other):
+    hlo = ahead.text_of(compiled(Exchange.RING, **settings))
+    assert attention_calls(hlo) == (1 + 2 * SIZE, 1 + 2 * SIZE) and other not in hlo
     assert_sends_beside_work(hlo)
 
 

@@ -154,7 +154,7 @@ def test_one_of_two_heads_that_share_tiles_of_keys_is_made_again(head, notes, mo
     monkeypatch.setattr(flash_forward_dealt, "NOTES", notes)
     above = dict(size=128, name="padding, shared keys", heads=[head])
     q, k, v, segments = with_scores_above(300.0, **above)
-    assert hopper.heads_together(q.shape[2], k.shape[2]) == 2
+    assert hopper.heads_together(q.shape[2], k.shape[2], head_size=128) == 2
     found = forward(q, k, v, segments)
     assert np.isfinite(found[0]).all()
     assert_forward_is(found, expected(q, k, v, segments))
@@ -294,8 +294,12 @@ def test_a_program_that_does_not_wait_for_the_other_of_its_cluster_is_found(monk
 
 
 def test_two_heads_go_together_where_an_even_number_shares_a_key_head():
-    heads = (32, 8), (16, 8), (12, 4), (16, 16)
-    assert [hopper.heads_together(*each) for each in heads] == [2, 2, 1, 1]
+    def together(head_size):
+        heads = (32, 8), (16, 8), (12, 4), (16, 16)
+        return [hopper.heads_together(*each, head_size=head_size) for each in heads]
+
+    assert together(128) == together(256) == [2, 2, 1, 1]
+    assert together(64) == [1, 1, 1, 1]
 
 
 @pytest.mark.skipif(IS_GPU, reason="a GPU looks for no races")

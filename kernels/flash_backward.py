@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxscale.kernels import flash_backward_dealt, flash_backward_large
-from jaxscale.kernels.flash_backward_keys import MAX_HEAD_SIZE_OF_FIVE, of_keys
+from jaxscale.kernels import flash_backward_dealt, flash_backward_large, flash_dq_sums
+from jaxscale.kernels.flash_backward_keys import MAX_HEAD_SIZE_OF_FIVE, WHOLE, WIDE, of_keys
 from jaxscale.kernels.flash_backward_queries import of_queries
 from jaxscale.kernels.flash_scores import Scores
 from jaxscale.kernels.flash_spans import Pairs
@@ -57,17 +57,19 @@ def backward(
     # Zeros that wait for the gradient. XLA would make those of all layers as soon as it may: 15 GiB
     # of Llama 3 8B, 65,536 tokens over two GPUs.
     zero, *begins = lax.optimization_barrier((jnp.float32(0), *begins))
-    sums_BSNH = jnp.broadcast_to(zero, q_BSNH.shape)
 
     # No cap: of 128 queries a step none was timed.
     is_wide = head_size == 64 and cap is None
-    make = flash_backward_dealt.of_keys if is_wide else of_keys
+    make, part = (flash_backward_dealt.of_keys, WIDE) if is_wide else (of_keys, WHOLE)
+    num_columns = part.num_dq_columns(head_size)
+    sums = jnp.broadcast_to(zero, flash_dq_sums.shape_of(q_BSNH.shape, num_columns=num_columns))
 
     def adding(dq_dk_dv):
         dq, dk, dv = dq_dk_dv
         dk[...], dv[...] = make(operands, begins, dq=dq, **options)
 
     # Not jax.new_ref: here no effect is left for jax.checkpoint and loops to carry.
-    begin = sums_BSNH, jnp.zeros_like(k_BTKH), jnp.zeros_like(v_BTKV)
-    sums_BSNH, dk_BTKH, dv_BTKV = pl.run_state(adding)(begin)
-    return (sums_BSNH * scale).astype(q_BSNH.dtype), dk_BTKH, dv_BTKV
+    begin = sums, jnp.zeros_like(k_BTKH), jnp.zeros_like(v_BTKV)
+    sums, dk_BTKH, dv_BTKV = pl.run_state(adding)(begin)
+    dq = (sums * scale).astype(q_BSNH.dtype)
+    return flash_dq_sums.in_order(dq), dk_BTKH, dv_BTKV

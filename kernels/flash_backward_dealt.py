@@ -23,6 +23,7 @@ from jaxscale.kernels.flash_backward_keys import (
     TILE_K,
     WIDE,
     OfKeys,
+    compiler_params,
     scratch_of,
 )
 from jaxscale.kernels.flash_dealt import Dealt, Item, deal
@@ -64,7 +65,7 @@ def of_keys(operands, begins, *, pairs: Pairs, scores: Scores, dq):
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=compiler_params(has_dq=True),
     )
     return kernel(*operands, *begins, *pairs.keys_of_queries, dealt.table, dq)
 

@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxscale.kernels import flash_dq_sums
 from jaxscale.kernels.flash_forward import HIDDEN, REGISTERS, REGISTERS_TO_COPY, masked
 from jaxscale.kernels.flash_scores import STAGES, Operands, Scores, wait_if, zeros
 from jaxscale.kernels.flash_spans import Pairs, Work, tiles_seen
@@ -51,17 +52,7 @@ class Part:
     @property
     def is_wide(self) -> bool:
         """Steps of 128 queries, with additions of dq, of which a warpgroup makes 64 queries instead
-        of half of the columns. The tiles to visit stay in registers, and jax adds no barriers to
-        those that stand here.
-
-        These are enough. No thread reads and writes the same shared memory, and all 256 threads
-        arrive at each barrier in it, so no warp is a phase behind another. Threads write `ds_tiles`
-        when both warpgroups have waited for the products that read them (`ds_used`), `dq_tile`
-        when TMA has read it (`wait_smem_to_gmem`, behind which the warpgroup meets), and in the
-        end `k_tile` and `v_tile`, when all products are done (`both`). Products and TMA read what
-        threads wrote behind `commit_smem`, a fence and a meeting of the warpgroup. TMA writes where
-        all threads are done (`q_used`, `grad_used`).
-        """
+        of half of the columns. The tiles to visit stay in registers."""
         return self.num_queries > TILE_Q
 
     @property
@@ -71,6 +62,10 @@ class Part:
         128 queries there is no room for four."""
         return 2 if self.is_wide else 4
 
+    def num_dq_columns(self, head_size: int) -> int:
+        """Of a warpgroup's part of dq, which is of 64 queries."""
+        return head_size if self.is_wide else head_size // WARPGROUPS
+
 
 WHOLE = Part()
 # Head size 64: 0.91 to 0.93 ms instead of 1.09 on an H200 (docs/kernels_record.md).
@@ -78,9 +73,9 @@ WIDE = Part(num_queries=128)
 
 
 def of_keys(operands, begins, *, pairs: Pairs, scores: Scores, part: Part = WHOLE, dq, make=None):
-    """[dk, dv] or one of them; adds dq / scale to `dq`, a reference of float32, unless None.
+    """[dk, dv] or one of them; adds dq / scale to `dq`, unless None.
 
-    make: the class of the program, if not `OfKeys`.
+    dq: a reference of sums (`flash_dq_sums.py`). make: the class of the program, if not `OfKeys`.
     """
     q_BSNH, k_BTKH, v_BTKV, _ = operands
     rows, num_keys, num_key_heads, _ = k_BTKH.shape
@@ -107,10 +102,24 @@ def of_keys(operands, begins, *, pairs: Pairs, scores: Scores, part: Part = WHOL
         grid_names=("head", "tile", "row"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=compiler_params(has_dq=dq is not None),
     )
     added_to = () if dq is None else (dq,)
     return kernel(*operands, *begins, *spans, visits, *added_to)
+
+
+def compiler_params(*, has_dq: bool) -> Any:
+    """jax adds no barriers to those that stand here where dq is added to.
+
+    These are enough then. No thread reads and writes the same shared memory, and all 256 threads
+    arrive at each barrier in it, so no warp is a phase behind another. Threads write `ds_tiles`
+    when both warpgroups have waited for the products that read them (`Part.num_ds`), `dq_tile`
+    when TMA has read it (`wait_smem_to_gmem`, behind which the warpgroup meets), and in the end
+    `k_tile` and `v_tile`, when all products are done (`both`). Products and TMA read what threads
+    wrote behind `commit_smem`, a fence and a meeting of the warpgroup. TMA writes where all threads
+    are done (`q_used`, `grad_used`).
+    """
+    return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=has_dq)
 
 
 def scratch_of(operands, *, part: Part, has_dq: bool, slots: tuple[int, ...] = ()):
@@ -119,19 +128,17 @@ def scratch_of(operands, *, part: Part, has_dq: bool, slots: tuple[int, ...] = (
     head_size, v_head_size = q_BSNH.shape[-1], v_BTKV.shape[-1]
     tile_q, num_ds = part.num_queries, part.num_ds
     stages, num_grads = part.stages, part.grad_stages
-    # Of a warpgroup.
-    dq_shape = (TILE_Q, head_size if part.is_wide else head_size // WARPGROUPS)
+    num_columns = part.num_dq_columns(head_size)
 
     def operand(*shape):
-        return plgpu.SMEM(shape, q_BSNH.dtype, transforms=_swizzled(dq_shape[1]))
+        return plgpu.SMEM(shape, q_BSNH.dtype, transforms=_swizzled(num_columns))
 
-    floats = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
     used = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS)
     # Of a tile of queries and its statistics.
     loaded = functools.partial(plgpu.Barrier, num_arrivals=2)
     for_dq = dict(
         ds_tiles=operand(num_ds, TILE_K, tile_q),
-        dq_tile=plgpu.SMEM((WARPGROUPS, *dq_shape), jnp.float32, transforms=floats),
+        dq_tile=plgpu.SMEM((WARPGROUPS, *flash_dq_sums.part_shape(num_columns)), jnp.float32),
         ds_made=used(num_barriers=num_ds),
         both=plgpu.Barrier(num_arrivals=WARPGROUPS),
         **(dict(ds_used=used(num_barriers=num_ds)) if part.is_wide else {}),
@@ -432,7 +439,7 @@ class OfKeys:
         here, (row, _, _), (head, tile) = self.here, self.place(), head_and_tile
         warpgroup, part = lax.axis_index("warpgroup"), self.part
         dq_tile = here.dq_tile.at[warpgroup]
-        _, num_queries, num_columns = here.dq_tile.shape
+        num_columns = part.num_dq_columns(self.operands.k.shape[-1])
         columns = pl.ds(0 if part.is_wide else warpgroup * num_columns, num_columns)
         slot = self.slot_of_ds(i)
         plgpu.barrier_wait(here.ds_made.at[slot])
@@ -440,24 +447,21 @@ class OfKeys:
         def product(ref):
             ds_tile = here.ds_tiles.at[slot]
             if part.is_wide:
-                ds_tile = ds_tile.at[:, pl.ds(warpgroup * num_queries, num_queries)]
+                ds_tile = ds_tile.at[:, pl.ds(warpgroup * TILE_Q, TILE_Q)]
             plgpu.wgmma(ref, ds_tile.transpose((1, 0)), here.k_tile.at[:, columns])
             if beside is None:
                 return ref[...]
             beside()
             return plgpu.wgmma_accumulator_load(ref, wait_n=1)
 
-        dq = pl.run_scoped(product, plgpu.ACC((num_queries, num_columns), jnp.float32))
+        dq = pl.run_scoped(product, plgpu.ACC((TILE_Q, num_columns), jnp.float32))
         if here.ds_used is not None:
             plgpu.barrier_arrive(here.ds_used.at[slot])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        dq_tile[...] = dq
+        dq_tile[...] = flash_dq_sums.as_held(dq)
         plgpu.commit_smem()
-        first_query = tile * part.num_queries
-        if part.is_wide:
-            first_query += warpgroup * num_queries
-        target = self.dq.at[row, pl.ds(first_query, num_queries), head, columns]
-        plgpu.copy_smem_to_gmem(dq_tile, target, reduction_op="add")
+        place = (WARPGROUPS * tile + warpgroup, 0) if part.is_wide else (tile, warpgroup)
+        plgpu.copy_smem_to_gmem(dq_tile, self.dq.at[row, head, *place], reduction_op="add")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
 """Kernels of Mosaic GPU where no GPU is: interpreted, with their races looked for.
 
 jax 0.11.2's interpreter lacks what flash attention needs: products whose left operand is in
-registers, writes to accumulators, and TMA's additions. `interpreted` adds them. Products are done
-at once here, so a wait that is missing is not found; what a product reads of shared memory is
-looked at for races, as what TMA reads. A copy for all programs of a cluster is one of each of them
-for itself there; that it comes when the others have read what was there before is looked for.
+registers, writes to accumulators, registers by other names, and TMA's additions. `interpreted` adds
+them. Products are done at once here, so a wait that is missing is not found; what a product reads
+of shared memory is looked at for races, as what TMA reads. A copy for all programs of a cluster is
+one of each of them for itself there; that it comes when the others have read what was there before
+is looked for.
 """
 
 import contextlib
@@ -17,6 +18,8 @@ from unittest import mock
 import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu
+
+from jaxscale.kernels import flash_dq_sums
 
 plgpu: Any = mosaic_gpu  # jax 0.10.2 has no interpreter there
 IS_GPU = jax.default_backend() == "gpu"
@@ -58,6 +61,7 @@ def interpreted():
     finished = functools.partial(_cluster_finished, gpu_callbacks.cluster_finished)
     NOT_WAITED_FOR.clear()
     with (
+        mock.patch.object(flash_dq_sums, "as_held", as_held),
         mock.patch.object(primitives, "wgmma_accumulator_store", _store_accumulator),
         mock.patch.object(program, "_interpret_wgmma_ref_p", _interpret_product),
         mock.patch.object(program, "_interpret_swap_p", lambda *operands: swap(*operands)),
@@ -73,6 +77,13 @@ def interpreted():
         yield
     assert not gpu_callbacks.get_races().races_found
     assert not NOT_WAITED_FOR, NOT_WAITED_FOR[:3]
+
+
+def as_held(values):
+    """A part of dq as threads hold it, where no thread holds anything."""
+    of = flash_dq_sums
+    x = values.reshape(of.WARPS, of.HALVES, of.ROWS, -1, of.BLOCKS, of.LANES, of.COLUMNS)
+    return x.transpose(3, 1, 0, 2, 5, 4, 6).reshape(of.part_shape(values.shape[1]))
 
 
 def _release(barrier):

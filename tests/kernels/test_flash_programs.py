@@ -14,6 +14,7 @@ from jaxscale.kernels import (
     flash_attention,
     flash_backward_keys,
     flash_dealt,
+    flash_dq_sums,
     flash_forward,
     flash_forward_dealt,
     flash_spans,
@@ -22,7 +23,7 @@ from jaxscale.kernels import (
 from jaxscale.kernels.flash_forward import LOG2_E
 from jaxscale.kernels.xla_attention import reference
 from jaxscale.ops.documents import documents_of
-from tests.kernels.mosaic import IS_GPU, interpreted, plgpu
+from tests.kernels.mosaic import IS_GPU, as_held, interpreted, plgpu
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < hopper.JAX, reason="jax has no interpreter of Mosaic GPU for it"
@@ -300,6 +301,16 @@ def test_two_heads_go_together_where_an_even_number_shares_a_key_head():
 
     assert together(128) == together(256) == [2, 2, 1, 1]
     assert together(64) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("num_columns", [32, 64])
+def test_columns_of_dq_come_back_in_order(num_columns):
+    shape = 2, 128, 3, 128
+    rows = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    tiles = rows.reshape(2, 2, 64, 3, 128 // num_columns, num_columns).transpose(0, 3, 1, 4, 2, 5)
+    held = np.stack([as_held(part) for part in tiles.reshape(-1, 64, num_columns)])
+    sums = held.reshape(flash_dq_sums.shape_of(shape, num_columns=num_columns))
+    np.testing.assert_array_equal(flash_dq_sums.in_order(jnp.asarray(sums)), rows)
 
 
 @pytest.mark.skipif(IS_GPU, reason="a GPU looks for no races")

@@ -439,6 +439,7 @@ class OfKeys:
         here, (row, _, _), (head, tile) = self.here, self.place(), head_and_tile
         warpgroup, part = lax.axis_index("warpgroup"), self.part
         dq_tile = here.dq_tile.at[warpgroup]
+        num_queries = flash_dq_sums.NUM_QUERIES
         num_columns = part.num_dq_columns(self.operands.k.shape[-1])
         columns = pl.ds(0 if part.is_wide else warpgroup * num_columns, num_columns)
         slot = self.slot_of_ds(i)
@@ -447,14 +448,14 @@ class OfKeys:
         def product(ref):
             ds_tile = here.ds_tiles.at[slot]
             if part.is_wide:
-                ds_tile = ds_tile.at[:, pl.ds(warpgroup * TILE_Q, TILE_Q)]
+                ds_tile = ds_tile.at[:, pl.ds(warpgroup * num_queries, num_queries)]
             plgpu.wgmma(ref, ds_tile.transpose((1, 0)), here.k_tile.at[:, columns])
             if beside is None:
                 return ref[...]
             beside()
             return plgpu.wgmma_accumulator_load(ref, wait_n=1)
 
-        dq = pl.run_scoped(product, plgpu.ACC((TILE_Q, num_columns), jnp.float32))
+        dq = pl.run_scoped(product, plgpu.ACC((num_queries, num_columns), jnp.float32))
         if here.ds_used is not None:
             plgpu.barrier_arrive(here.ds_used.at[slot])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -3,8 +3,8 @@
 A warpgroup's part is of 64 queries and C columns, 32 or 64, in float32. In shared memory and in the
 sums it lies as its threads hold it: four numbers of each thread, then the next four of each. So
 threads store without conflicts of banks what they have, where rows of columns want registers
-exchanged first, and TMA adds one run of memory to another. Both passes take 2 to 3.5% less so at
-head size 128 on an H200 (docs/kernels_record.md). Columns come back in order as sums are read.
+exchanged first, and TMA adds one run of memory to another. At head size 128 both passes take up to
+3.2% less so on an H200 (docs/kernels_record.md). Columns come back in order as sums are read.
 
 B rows, S queries, N query heads, H head size, C columns of a part.
 """

@@ -249,6 +249,17 @@ def test_unrolled_lean_layers_take_the_memory_of_a_scan(compile_8b):
     assert counts["reduce-scatter"] == 0 and counts["reduce-scatter-start"] <= LAYERS + 1, counts
 
 
+def test_columns_of_dq_come_back_in_order_where_the_gradients_are_joined(unrolled_hlo):
+    if not ahead.count_calls(unrolled_hlo)["flash_attention_backward"]:
+        pytest.skip("cuDNN's kernel has columns in order")
+    sums = re.findall(r"(%\S+) = f32\[[\d,]+,16,256\]\S* get-tuple-element", unrolled_hlo)
+    assert len(sums) == LAYERS
+    for name in sums:
+        users = re.findall(rf"= (\w+\[[\d,]+)\]\S* fusion\([^)]*{name}[,)]", unrolled_hlo)
+        # Of query heads that share a key head, that and its values: no pass of its own.
+        assert len(users) == 1 and users[0].endswith(",6,128"), users
+
+
 def test_the_autotune_entries_of_an_h200_are_those_of_the_program(unrolled_hlo):
     if not targets.recorded_autotune(H200):
         pytest.skip("none are shipped for this jaxlib")

@@ -30,8 +30,8 @@ pytestmark = [
 ]
 SEQ, HEADS, KV_HEADS = 1024, 4, 2
 # Bytes a thread that a kernel of a pass keeps in memory for want of registers, at most; else none.
-# Those are of tiles with a mask, and of what stays the same over all tiles, which is stored once and
-# read (docs/kernels.md).
+# Those are of tiles with a mask, and of what stays the same over all tiles, which is stored once
+# and read (docs/kernels.md).
 MAX_SPILLS = {(64, None): 52}
 SPILLS = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores", re.DOTALL)
 # What ptxas says where products wait for one another.

@@ -47,20 +47,20 @@ def backward(
     begins = scores.begin(lse_BNS), -seen_BNS
     head_size = q_BSNH.shape[-1]
     is_large = head_size > MAX_HEAD_SIZE_OF_FIVE
+    # No cap: of 128 queries a step none was timed.
+    is_wide = head_size == 64 and cap is None
+    make, part = (flash_backward_dealt.of_keys, WIDE) if is_wide else (of_keys, WHOLE)
     if in_order or is_large:
         if is_large:
             dk_dv = flash_backward_large.of_keys(operands, begins, **options)
         else:
-            dk_dv = of_keys(operands, begins, dq=None, **options)
+            dk_dv = make(operands, begins, dq=None, **options)
         return of_queries(operands, begins, **options), *dk_dv
 
     # Zeros that wait for the gradient. XLA would make those of all layers as soon as it may: 15 GiB
     # of Llama 3 8B, 65,536 tokens over two GPUs.
     zero, *begins = lax.optimization_barrier((jnp.float32(0), *begins))
 
-    # No cap: of 128 queries a step none was timed.
-    is_wide = head_size == 64 and cap is None
-    make, part = (flash_backward_dealt.of_keys, WIDE) if is_wide else (of_keys, WHOLE)
     num_columns = part.num_dq_columns(head_size)
     sums = jnp.broadcast_to(zero, flash_dq_sums.shape_of(q_BSNH.shape, num_columns=num_columns))
 

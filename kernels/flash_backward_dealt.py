@@ -1,4 +1,4 @@
-"""Flash attention's dk, dv and dq for Hopper, at head size 64.
+"""Flash attention's dk and dv for Hopper, and dq unless it is made by itself, at head size 64.
 
 The programs are those of `flash_backward_keys`, `WIDE`, but go from tile to tile of keys, as
 `flash_dealt` deals them out: keys and values lie twice in shared memory, and the next one's come,
@@ -32,13 +32,17 @@ from jaxscale.kernels.flash_spans import Pairs, tiles_seen
 from jaxscale.kernels.hopper import WARPGROUPS, by_column, load, run
 
 SLOTS = 2  # tiles of keys
+# Without what dq takes.
+WIDE_ALONE = dataclasses.replace(WIDE, stages=3, grad_stages=3)
 
 
 def of_keys(operands, begins, *, pairs: Pairs, scores: Scores, dq):
-    """As that of `flash_backward_keys`: [dk, dv], and dq in a reference."""
+    """As that of `flash_backward_keys`: [dk, dv], and dq in a reference, unless None."""
+    has_dq = dq is not None
+    part = WIDE if has_dq else WIDE_ALONE
     q_BSNH, k_BTKH, v_BTKH, _ = operands
     num_key_heads = k_BTKH.shape[2]
-    group, tile_q = q_BSNH.shape[2] // num_key_heads, WIDE.num_queries
+    group, tile_q = q_BSNH.shape[2] // num_key_heads, part.num_queries
     spans, seq = pairs.queries_of_keys, q_BSNH.shape[1]
     visits = tiles_seen(spans, size=TILE_K, num_seen=seq, seen_size=tile_q)
     # One tile at least: the zeros before the first step are waited for in it.
@@ -48,9 +52,9 @@ def of_keys(operands, begins, *, pairs: Pairs, scores: Scores, dq):
     dealt = deal(visits, num_heads=num_key_heads, head_bytes=head_bytes)
 
     def flash_attention_backward(*refs, keys_used, **scratch):
-        *read, table, dq, dk, dv = refs
-        options = dict(part=WIDE, group=group, scores=scores, has_dq=True)
-        program = _Staying(*read, None, dq, dk, dv, **options, **scratch)
+        read, table, made = refs[:8], refs[8], refs[9:]
+        options = dict(part=part, group=group, scores=scores, has_dq=has_dq)
+        program = _Staying(*read, None, *made, **options, **scratch)
         program.dealt, program.keys_used = Dealt(table, dealt.num_items), keys_used
         run(program)
 
@@ -58,16 +62,17 @@ def of_keys(operands, begins, *, pairs: Pairs, scores: Scores, dq):
         flash_attention_backward,
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BTKH, v_BTKH)],
         scratch_types=dict(
-            **scratch_of(operands, part=WIDE, has_dq=True, slots=(SLOTS,)),
+            **scratch_of(operands, part=part, has_dq=has_dq, slots=(SLOTS,)),
             keys_used=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
         ),
         grid=(dealt.num_programs,),
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=compiler_params(has_dq=True),
+        compiler_params=compiler_params(has_dq=has_dq),
     )
-    return kernel(*operands, *begins, *pairs.keys_of_queries, dealt.table, dq)
+    added_to = (dq,) if has_dq else ()
+    return kernel(*operands, *begins, *pairs.keys_of_queries, dealt.table, *added_to)
 
 
 class _Staying(OfKeys):

@@ -192,7 +192,8 @@ class OfKeys:
         return self.operands.place()
 
     def work(self) -> Work:
-        return self.remembered or self.operands.work()
+        row, _, tile = self.place()
+        return self.remembered or self.operands.work(row, tile)
 
     def slot_of_step(self, i, stages: int):
         return lax.rem(self.first_step + i, stages)
@@ -382,7 +383,8 @@ class OfKeys:
             plgpu.wgmma(scores, here.k_tile.at[mine], q_tile.transpose((1, 0)))
             plgpu.wgmma(dp, here.v_tile.at[mine], grad_tile.transpose((1, 0)))
             products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-            p, slope = self.scores.weights(products, lambda: begin_of(lse_tile))
+            begin = None if self.scores.cap is None else begin_of(lse_tile)
+            p, slope = self.scores.weights(products, begin)
             if not is_whole and not self.part.is_wide:
                 p = self.masked(p, head_and_tile, seen_by=seen_by, hidden=0.0)
             plgpu.wgmma(dv, p.astype(dtype), grad_tile)

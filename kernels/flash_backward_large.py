@@ -79,8 +79,8 @@ class _Late(OfKeys):
 
     def weights(self, products, head_and_tile, *, slot, is_whole: bool, seen_by):
         """As that of `Scores`, with a mask unless all is seen."""
-        lse_tile = self.here.lse_tiles.at[slot]
-        p, slope = self.scores.weights(products, lambda: begin_of(lse_tile))
+        begin = None if self.scores.cap is None else begin_of(self.here.lse_tiles.at[slot])
+        p, slope = self.scores.weights(products, begin)
         if not is_whole:
             p = self.masked(p, head_and_tile, seen_by=seen_by, hidden=0.0)
         return p, slope

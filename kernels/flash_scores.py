@@ -30,16 +30,17 @@ class Scores:
         after it, but for scores with a cap, which are then powers of 2."""
         return -lse_BNS / self.scale if self.cap is None else -lse_BNS * LOG2_E
 
-    def weights(self, products, lse):
+    def weights(self, products, begin=None):
         """(p, what d of scores is to be multiplied by or None).
 
-        products: with `begin` in them, but for scores with a cap. lse: a function that gives
-        `begin` in the shape of products.
+        begin: in the shape of products, unless it is in them, as with a cap it cannot be.
         """
         if self.cap is None:
-            return jnp.exp2(products * (self.scale * LOG2_E)), None
+            factor = self.scale * LOG2_E
+            powers = products * factor
+            return jnp.exp2(powers if begin is None else powers + begin * factor), None
         tanh = jnp.tanh(products * (self.scale / self.cap))
-        return jnp.exp2(tanh * (self.cap * LOG2_E) + lse()), 1.0 - tanh * tanh
+        return jnp.exp2(tanh * (self.cap * LOG2_E) + begin), 1.0 - tanh * tanh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +61,7 @@ class Operands:
         """(row, head, tile)."""
         return tuple(lax.axis_index(name) for name in ("row", "head", "tile"))
 
-    def work(self) -> Work:
-        row, _, tile = self.place()
+    def work(self, row, tile) -> Work:
         return Work(*(self.visits[row, tile, i] for i in range(4)))
 
 
@@ -74,11 +74,11 @@ def stages_of_late_sum(head_size: int) -> int:
 class LateSum:
     """The product of the step before, which adds to a sum in this one.
 
-    add: issues it. free: gives back the tile that it reads, one of so many stages. Of three it runs
-    beside this step's exp. Of two, the next one would begin its way half a step later so, and both
-    passes take 6.5% longer at head size 256 on an H200: it goes ahead of this step's scores, and
-    the tile is free as soon as can be. With three both passes take 1.4% less at 192/128, and 1.9%
-    in runs that must repeat to the bit at 128 (docs/kernels_record.md).
+    add: issues it. free: gives back the tile that it reads, one of so many stages. Of three it may
+    wait, and the product runs beside this step's exp. Of two, the next one would begin its way half
+    a step later so, and both passes take 6.5% longer at head size 256 on an H200: it goes ahead of
+    this step's scores, and the tile is free as soon as can be. With three both passes take 1.4%
+    less at 192/128, and 1.9% in runs that must repeat to the bit at 128 (docs/kernels_record.md).
     """
 
     add: Callable[[], None]
@@ -86,12 +86,12 @@ class LateSum:
     stages: int
 
     @property
-    def is_beside_exp(self) -> bool:
+    def may_wait(self) -> bool:
         return self.stages > STAGES
 
     def products(self, scores, issue: Callable[[], None]):
         """Those of queries and keys, which `issue` adds to scores."""
-        if self.is_beside_exp:
+        if self.may_wait:
             issue()
             self.add()
             return plgpu.wgmma_accumulator_load(scores, wait_n=1)
@@ -103,7 +103,7 @@ class LateSum:
 
     def wait_beside_dp(self):
         """Behind exp and the issue of the product that makes dp."""
-        if self.is_beside_exp:
+        if self.may_wait:
             plgpu.wgmma_wait(1)
             self.free()
 

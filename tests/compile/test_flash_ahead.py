@@ -84,6 +84,17 @@ def test_sums_fit_in_registers_and_products_do_not_wait(sizes, cap, monkeypatch,
     assert calls == {"flash_attention_forward": 1} | ({backward: 1} if sizes[0] <= 128 else apart)
 
 
+@pytest.mark.parametrize("size", [64, 128])
+def test_sums_fit_in_registers_in_one_order_too(size, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    compiled((size, size), deterministic=True)
+    said = "".join(capfd.readouterr())
+    spilled = {name: int(number) for name, number in SPILLS.findall(said)}
+    assert len(spilled) == 3
+    assert max(spilled.values()) == 0
+    assert SERIALIZED not in said
+
+
 def test_gemma_2_trains_on_long_rows_with_it():
     path = Path(__file__).parents[2] / "configs" / "llama3_1b.py"
     config = read_config([f"--config={path}"])

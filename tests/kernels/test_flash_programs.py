@@ -210,6 +210,11 @@ LATE = [
     ("nothing but padding", (256, 256)),
     ("window", (128, 128)),
     ("a document each", (128, 128)),
+    ("one document", (64, 64)),
+    ("documents, padding, shared keys", (64, 64)),
+    ("nothing but padding", (64, 64)),
+    ("three tiles of 128", (64, 64)),
+    ("window", (64, 64)),
 ]
 
 

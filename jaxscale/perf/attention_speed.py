@@ -69,7 +69,7 @@ class Case:
     def segments(self) -> np.ndarray:
         """int32 [rows, seq], from 1."""
         rows = self.documents.lengths
-        return np.stack([np.repeat(1 + np.arange(len(row)), row) for row in rows])
+        return np.stack([np.repeat(1 + np.arange(len(row), dtype=np.int32), row) for row in rows])
 
     def pairs(self) -> int:
         """Of a query and a key that it sees, over all rows and heads."""
@@ -220,7 +220,8 @@ def _random(case: Case) -> list[jax.Array]:
 
 
 def _kernels(case: Case, arrays: Sequence[jax.Array]) -> dict[str, Function]:
-    """Those that can run the case here; cuDNN without packing where a row is one document."""
+    """Those that can run the case here; cuDNN without packing where a row is one document, and with
+    documents as a mask where it has several."""
     kernels = kernels_for(*arrays[:2], cap=case.cap, v_head_size=case.v_head_size)
     found = {name: _packed(kernel.attention, case) for name, kernel in kernels.items()}
     if Attention.CUDNN in found and case.documents.most == 1:
@@ -237,7 +238,22 @@ def _kernels(case: Case, arrays: Sequence[jax.Array]) -> dict[str, Function]:
             )
 
         found["cudnn dense"] = dense
+    elif Attention.CUDNN in found and case.window is None:
+        found["cudnn mask"] = with_mask(case)
     return found
+
+
+def with_mask(case: Case) -> Function:
+    """cuDNN's causal kernel, whose mask is an array [rows, 1, seq, seq] and leaves nothing out."""
+    segments = case.segments()
+
+    def masked(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+        segments_BS = jnp.asarray(segments[: q_BSNH.shape[0]], jnp.int32)
+        mask = segments_BS[:, None, :, None] == segments_BS[:, None, None]
+        options: dict[str, Any] = dict(is_causal=True, implementation="cudnn")
+        return jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, mask=mask, **options)
+
+    return masked
 
 
 def kernels_for(

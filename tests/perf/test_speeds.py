@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from jaxscale.data import IndexedWriter
+from jaxscale.kernels import xla_attention
+from jaxscale.ops.documents import documents_of
 from jaxscale.perf import attention_speed, turns
 from tests.perf.scripts import Script
 
@@ -54,6 +56,26 @@ def test_rows_of_files_are_full_and_hold_no_more_documents_than_their_bound():
     # Each query sees itself and what is before it in its document.
     begins = np.stack([np.maximum.accumulate(_begins(row)) for row in segments])
     assert case.pairs() == case.heads * int((np.arange(case.seq) - begins + 1).sum())
+
+
+def test_documents_as_a_mask_are_attended_to_as_documents(monkeypatch):
+    # By XLA: there is no cuDNN on a CPU.
+    attend = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *arrays, implementation, **options: attend(*arrays, **options),
+    )
+    case = attention_speed.CASES["tiny"]
+    q, k, v = (
+        jax.random.normal(jax.random.key(heads), (case.rows, case.seq, heads, case.head_size))
+        for heads in (case.heads, case.kv_heads, case.kv_heads)
+    )
+    segments = case.segments()
+    documents = documents_of(segments, segments, max_documents=case.documents.bound)
+    expected = xla_attention.reference(q, k, v, documents=documents, scale=case.head_size**-0.5)
+    found = attention_speed.with_mask(case)(q, k, v)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def _begins(segments):

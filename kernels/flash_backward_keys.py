@@ -383,10 +383,9 @@ class OfKeys:
             plgpu.wgmma(scores, here.k_tile.at[mine], q_tile.transpose((1, 0)))
             plgpu.wgmma(dp, here.v_tile.at[mine], grad_tile.transpose((1, 0)))
             products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-            begin = None if self.scores.cap is None else begin_of(lse_tile)
-            p, slope = self.scores.weights(products, begin)
-            if not is_whole and not self.part.is_wide:
-                p = self.masked(p, head_and_tile, seen_by=seen_by, hidden=0.0)
+            # At head size 64 products have the mask in them.
+            mask = dict(is_whole=is_whole or self.part.is_wide, seen_by=seen_by)
+            p, slope = self.weights(products, head_and_tile, lse_tile=lse_tile, **mask)
             plgpu.wgmma(dv, p.astype(dtype), grad_tile)
             dp = plgpu.wgmma_accumulator_load(dp, wait_n=1)
             ds = ((p if slope is None else p * slope) * dp).astype(dtype)
@@ -415,6 +414,14 @@ class OfKeys:
         plgpu.barrier_arrive(here.q_used.at[q_slot])
         plgpu.barrier_arrive(here.grad_used.at[grad_slot])
         return head_and_tile
+
+    def weights(self, products, head_and_tile, *, lse_tile, is_whole: bool, seen_by):
+        """As that of `Scores`, with a mask unless all is seen."""
+        begin = None if self.scores.cap is None else begin_of(lse_tile)
+        p, slope = self.scores.weights(products, begin)
+        if not is_whole:
+            p = self.masked(p, head_and_tile, seen_by=seen_by, hidden=0.0)
+        return p, slope
 
     def masked(self, values, head_and_tile, *, seen_by, hidden: float):
         """Of keys and a tile of queries, `hidden` where a query does not see a key."""

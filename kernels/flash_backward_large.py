@@ -77,14 +77,6 @@ class _Late(OfKeys):
         q_tile = self.here.q_tiles.at[slot]
         plgpu.wgmma(scores, self.here.k_tile.at[self.mine()], q_tile.transpose((1, 0)))
 
-    def weights(self, products, head_and_tile, *, slot, is_whole: bool, seen_by):
-        """As that of `Scores`, with a mask unless all is seen."""
-        begin = None if self.scores.cap is None else begin_of(self.here.lse_tiles.at[slot])
-        p, slope = self.scores.weights(products, begin)
-        if not is_whole:
-            p = self.masked(p, head_and_tile, seen_by=seen_by, hidden=0.0)
-        return p, slope
-
     def tile(self):
         return plgpu.ACC((64, self.part.num_queries), jnp.float32)
 
@@ -97,6 +89,7 @@ class _OfKeys(_Late):
 
     def late_step(self, i, head_and_tile, *, handed, made, **mask):
         here, (slot, slot_before) = self.here, self.slots(i)
+        lse_tile = here.lse_tiles.at[slot]
         grad_slot = self.slot_of_step(i, self.part.grad_stages)
         late = LateSum(
             add=lambda: plgpu.wgmma(made, handed, here.q_tiles.at[slot_before]),
@@ -108,7 +101,7 @@ class _OfKeys(_Late):
         def make_p(scores):
             self.begin_scores(scores, slot)
             products = late.products(scores, lambda: self.issue_scores(scores, slot))
-            p, slope = self.weights(products, head_and_tile, slot=slot, **mask)
+            p, slope = self.weights(products, head_and_tile, lse_tile=lse_tile, **mask)
             return p if slope is None else p * slope
 
         def make_ds(dp, p):
@@ -133,6 +126,7 @@ class _OfValues(_Late):
 
     def late_step(self, i, head_and_tile, *, handed, made, **mask):
         here, (slot, slot_before) = self.here, self.slots(i)
+        lse_tile = here.lse_tiles.at[slot]
         plgpu.barrier_wait(here.q_loaded.at[slot])
         wait_if(i == 0, here.grad_loaded.at[slot])
 
@@ -141,7 +135,7 @@ class _OfValues(_Late):
             self.issue_scores(scores, slot)
             plgpu.wgmma(made, handed, here.grad_tiles.at[slot_before])
             products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-            p, _ = self.weights(products, head_and_tile, slot=slot, **mask)
+            p, _ = self.weights(products, head_and_tile, lse_tile=lse_tile, **mask)
             return p.astype(self.operands.q.dtype)
 
         p = pl.run_scoped(make_p, self.tile())

@@ -75,10 +75,11 @@ class LateSum:
     """The product of the step before, which adds to a sum in this one.
 
     add: issues it. free: gives back the tile that it reads, one of so many stages. Of three it may
-    wait, and the product runs beside this step's exp. Of two, the next one would begin its way half
-    a step later so, and both passes take 6.5% longer at head size 256 on an H200: it goes ahead of
-    this step's scores, and the tile is free as soon as can be. With three both passes take 1.4%
-    less at 192/128, and 1.9% in runs that must repeat to the bit at 128 (docs/kernels_record.md).
+    wait, and the product runs beside this step's exp, or ds. Of two, the next one would begin its
+    way half a step later so, and both passes take 6.5% longer at head size 256 on an H200: it goes
+    ahead of this step's scores, and the tile is free as soon as can be. With three both passes take
+    1.4% less at 192/128, and 1.9% in runs that must repeat to the bit at 128
+    (docs/kernels_record.md).
     """
 
     add: Callable[[], None]

@@ -38,6 +38,11 @@ SPILLS = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores", re.DOT
 SERIALIZED = "Potential Performance Loss"
 
 
+def spills_of(said: str) -> dict[str, int]:
+    """Bytes a thread of each kernel."""
+    return {name: int(number) for name, number in SPILLS.findall(said)}
+
+
 @functools.cache
 def device():
     return ahead.devices_of("h100", hosts=1, gpus_per_host=1)[0]
@@ -72,7 +77,7 @@ def test_sums_fit_in_registers_and_products_do_not_wait(sizes, cap, monkeypatch,
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     hlo = ahead.text_of(compiled(sizes, cap=cap))
     said = "".join(capfd.readouterr())
-    spilled = {name: int(number) for name, number in SPILLS.findall(said)}
+    spilled = spills_of(said)
     assert len(spilled) == (2 if sizes[0] <= 128 else 4)
     forward = spilled.pop("flash_attention_forward_mosaic_gpu_kernel")
     assert forward <= (0 if sizes[0] == 64 else MAX_SPILLS.get((sizes[0], cap), 0))
@@ -89,7 +94,7 @@ def test_sums_fit_in_registers_in_one_order_too(size, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     compiled((size, size), deterministic=True)
     said = "".join(capfd.readouterr())
-    spilled = {name: int(number) for name, number in SPILLS.findall(said)}
+    spilled = spills_of(said)
     assert len(spilled) == 3
     assert max(spilled.values()) == 0
     assert SERIALIZED not in said

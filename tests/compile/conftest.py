@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from jaxscale.kernels import hopper
+from tests.compile.bodies import kernels_without_bodies
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +24,10 @@ def warps_pass_on_nothing(monkeypatch):
         return reduce(self, op, axis, None, **options)  # JAX raises an error where it needs one
 
     monkeypatch.setattr(fragmented_array.FragmentedArray, "reduce", without_a_place)
+
+
+@pytest.fixture(scope="module")
+def without_bodies():
+    """For a file's `pytestmark`, before whatever else of the module."""
+    with kernels_without_bodies():
+        yield

@@ -18,16 +18,19 @@ from jaxscale.command_line import read_config
 from jaxscale.compile import ahead, fit
 from jaxscale.compile.traffic import collectives_of, computations, groups_over, traffic_of
 from jaxscale.config import AsyncTensor, Attention, Dtype, MeshConfig, Remat, rows_of_group
+from jaxscale.kernels import hopper
 from jaxscale.ops import loss
 from jaxscale.step.plan import Plan, plan_of_run
 from jaxscale.step.update import update
 from jaxscale.xla import targets
+from tests.compile import bodies
 from tests.compile.calls import attention_calls
 
 pytestmark = [
     pytest.mark.skipif(ahead.missing() is not None, reason=str(ahead.missing())),
     # XLA's plugin for CUDA reports on machines without CUDA's libraries.
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("without_bodies"),
 ]
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
 H200 = "NVIDIA H200"
@@ -202,6 +205,21 @@ def test_gradients_summed_in_float32_send_more_and_compute_the_same(
     # 0.11 GiB more on jax 0.11.2, the gradient in flight, and none on 0.10.2; a layer's weights in
     # float32 would be 0.8.
     assert fit.predicted_memory_gib(wide) < fit.predicted_memory_gib(compiled) + 0.2
+
+
+@pytest.mark.skipif(jax.__version_info__ < hopper.JAX, reason="this jax is too old for kernels")
+def test_the_program_around_our_kernels_is_the_same_whatever_they_do(compiled, compile_8b):
+    """What the tests of this folder rest on, most of whose kernels do nothing."""
+    with bodies.kernels_with_bodies():
+        whole = compile_8b()
+    code, empty_code = (
+        len(each.as_text()) - len(ahead.text_of(each)) for each in (whole, compiled)
+    )
+    # 0.4 MB a call, that is
+    assert code > 5 * empty_code > 0
+    # But for the first line, which has a fingerprint of what was compiled.
+    assert ahead.text_of(whole).splitlines()[1:] == ahead.text_of(compiled).splitlines()[1:]
+    assert fit.predicted_memory_gib(whole) == fit.predicted_memory_gib(compiled)
 
 
 def test_the_predicted_memory_is_within_bounds(compiled):

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(ahead.missing() is not None, reason=str(ahead.missing())),
     # XLA's plugin for CUDA reports on machines without CUDA's libraries.
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("without_bodies"),
 ]
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
 LAYERS, TOKENS, SIZE = 2, 131_072, 4

@@ -1,5 +1,6 @@
 """The 8B step with products in 8 bits, compiled for H100s that are not here: what becomes of it."""
 
+import contextlib
 import dataclasses
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from jaxscale.command_line import read_config
 from jaxscale.compile import ahead
 from jaxscale.config import MeshConfig, Recipe, Remat
 from jaxscale.kernels import block_scaled_matmul, hopper, quantize
+from tests.compile.bodies import kernels_without_bodies
 
 pytestmark = [
     pytest.mark.skipif(ahead.missing() is not None, reason=str(ahead.missing())),
@@ -27,7 +29,8 @@ INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.
 
 
 def compiled_8b(*, num_layers: int = LAYERS, **changes) -> str:
-    """So many layers of it, unrolled."""
+    """So many layers of it, unrolled; around kernels that do nothing, unless `kernels` says so."""
+    kernels = changes.pop("kernels", None) or kernels_without_bodies()
     config = read_config([f"--config={CONFIG}"])
     config.model = dataclasses.replace(config.model, num_layers=num_layers)
     config.data.max_documents_per_row, config.scan_unroll = 8, num_layers
@@ -38,7 +41,8 @@ def compiled_8b(*, num_layers: int = LAYERS, **changes) -> str:
     config.precision = dataclasses.replace(config.precision, **precision)
     config = dataclasses.replace(config, **changes)
     devices = ahead.devices_of("h100", hosts=1, gpus_per_host=8)
-    return ahead.text_of(ahead.compile_update(config, devices))
+    with kernels:
+        return ahead.text_of(ahead.compile_update(config, devices))
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +175,7 @@ def test_blocks_are_multiplied_by_the_kernel_on_other_layouts(mesh):
     num_layers = mesh.get("stage", 1)
     hlo = compiled_8b(
         num_layers=num_layers,
+        kernels=contextlib.nullcontext(),
         precision=dict(recipe=Recipe.FP8_BLOCKWISE),
         mesh=MeshConfig(**mesh),
         grad_accumulation=num_layers,

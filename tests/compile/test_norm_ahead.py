@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(triton_calls.missing() is not None, reason=str(triton_calls.missing())),
     # XLA's plugin for CUDA reports on machines without CUDA's libraries.
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("without_bodies"),
 ]
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
 LAYERS = 2

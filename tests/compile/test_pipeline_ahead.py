@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(ahead.missing() is not None, reason=str(ahead.missing())),
     # XLA's plugin for CUDA reports on machines without CUDA's libraries.
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("without_bodies"),
 ]
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_8b.py"
 STAGES, LAYERS, TOKENS, DIM = 4, 8, 8192, 4096

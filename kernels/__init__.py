@@ -12,7 +12,7 @@ An attention kernel's file, `x_attention.py`, offers
     output and log-sum-exp over all keys: that part of dq, dk, dv;
   `HAS_QUADRATIC_MEMORY`; `TRACKS_VMA`: whether its primitives tell JAX over which mesh axes a
     value varies.
-Other kernels offer `supported` likewise.
+Other kernels offer `supported` too, of what they need to know.
 """
 
 # Where a checkout is on sys.path, this folder is found under its bare name too, which belongs to a

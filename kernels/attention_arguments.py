@@ -3,6 +3,8 @@
 B rows, S sequence, N query heads, K key heads, H head size, V head size of the values.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,8 @@ def check(q_BSNH, k_BSKH, v_BSKV) -> None:
             raise ValueError(
                 f"{name} has the shape {x.shape}; it must be [rows, tokens, heads, head size]"
             )
+        if not x.size:
+            raise ValueError(f"{name} has the shape {x.shape}; no size may be 0")
         if x.dtype != q_BSNH.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
             wanted = "of floats" if name == "q" else f"{q_BSNH.dtype} as q"
             raise ValueError(f"{name} is {x.dtype}; it must be {wanted}")
@@ -38,16 +42,28 @@ def check(q_BSNH, k_BSKH, v_BSKV) -> None:
         )
 
 
+def check_options(*, scale: float, window: int | None, cap: float | None) -> None:
+    """Raises ValueError, which names the option, for what no kernel can do."""
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale={scale}; it must be over 0 and finite")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}; it must be 1 or more, a token sees itself, or None")
+    if cap is not None and not cap > 0:
+        raise ValueError(f"cap={cap}; it must be over 0, or None")
+
+
 def _counted(x_BSKH) -> str:
     return f"{x_BSKH.shape[0]} rows of {x_BSKH.shape[1]} tokens"
 
 
-def check_segments(segments_BS, q_BSNH, *, is_dealt: bool = False) -> None:
+def check_segments(
+    segments_BS, q_BSNH, *, is_dealt: bool = False, is_padding_last: bool = False
+) -> None:
     """Raises ValueError unless they are the documents' numbers of q's tokens, 0 for padding.
 
-    Whether a document's tokens stand together is looked at where values are at hand: not of what
-    is being traced, or lies on other hosts. is_dealt: they do not, as rows are dealt to devices
-    that share them.
+    Whether documents stand together, in the order of their numbers, is looked at where values are
+    at hand: not of what is being traced, or lies on other hosts. is_dealt: they do not, as rows
+    are dealt to devices that share them. is_padding_last: padding may only end a row.
     """
     if segments_BS.shape != q_BSNH.shape[:2]:
         raise ValueError(
@@ -57,7 +73,7 @@ def check_segments(segments_BS, q_BSNH, *, is_dealt: bool = False) -> None:
     if not jnp.issubdtype(segments_BS.dtype, jnp.integer):
         raise ValueError(f"segments is {segments_BS.dtype}; it must be of integers")
     if not is_dealt and _is_at_hand(segments_BS):
-        _check_documents(np.asarray(segments_BS))
+        _check_documents(np.asarray(segments_BS), is_padding_last=is_padding_last)
 
 
 def _is_at_hand(x) -> bool:
@@ -65,7 +81,7 @@ def _is_at_hand(x) -> bool:
     return not is_traced and (not isinstance(x, jax.Array) or x.is_fully_addressable)
 
 
-def _check_documents(segments_BS: np.ndarray) -> None:
+def _check_documents(segments_BS: np.ndarray, *, is_padding_last: bool) -> None:
     for row, segments_S in enumerate(segments_BS):
         begins = np.flatnonzero(np.diff(segments_S, prepend=0))
         numbers, counts = np.unique(segments_S[begins], return_counts=True)
@@ -78,4 +94,15 @@ def _check_documents(segments_BS: np.ndarray) -> None:
             raise ValueError(
                 f"segments has tokens of document {apart[0]} in {counts[numbers == apart[0]][0]} "
                 f"places of row {row}; a document's tokens must stand together"
+            )
+        documents_S = segments_S[segments_S > 0]
+        if (falls := np.flatnonzero(np.diff(documents_S) < 0)).size:
+            before, after = documents_S[falls[0] : falls[0] + 2]
+            raise ValueError(
+                f"segments has document {after} behind {before} in row {row}; documents stand in "
+                f"the order of their numbers"
+            )
+        if is_padding_last and (segments_S[: len(documents_S)] == 0).any():
+            raise ValueError(
+                f"segments has padding before a document in row {row}; it must end the row"
             )

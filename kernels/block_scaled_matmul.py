@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels import hopper, varying
-from jaxscale.kernels.hopper import WARPGROUPS, by_row, load, run
+from jaxscale.kernels.hopper import WARPGROUPS, by_column, by_row, load, run, wait_if, zeros
 
 # Of the sum, of a weight's rows and of its columns: what has one scale.
 BLOCK = 128
@@ -44,11 +44,18 @@ def supported(lhs_MK, rhs_NK, *, platform: str, compute_capability: str = "9.0")
     """None if `multiply` can run these shapes on this platform ("gpu"), else the reason."""
     if reason := device_supported(platform, compute_capability):
         return reason
-    for operand in (lhs_MK, rhs_NK):
-        if operand.dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2):
-            return f"block-scaled products are of float8_e4m3fn or float8_e5m2, not {operand.dtype}"
-        if odd := [size for size in operand.shape if size % TILE]:
-            return f"block-scaled products are of multiples of {TILE}, not {odd[0]}"
+    return _objection(lhs_MK) or _objection(rhs_NK)
+
+
+def _objection(operand) -> str | None:
+    """What is wrong with an operand by itself, if anything."""
+    products = "block-scaled products are of"
+    if operand.ndim != 2:
+        return f"{products} matrices, not of the shape {operand.shape}"
+    if operand.dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        return f"{products} float8_e4m3fn or float8_e5m2, not {operand.dtype}"
+    if odd := [size for size in operand.shape if not size or size % TILE]:
+        return f"{products} multiples of {TILE}, not {odd[0]}"
     return None
 
 
@@ -64,7 +71,8 @@ def multiply(lhs_MK, rhs_NK, *, lhs_scale, rhs_scale, out_dtype):
 
     lhs_scale: float32 [L, K / 128], and rhs_scale [R, K / 128]: one for each 128 of the sum, and
     for each row or each 128 rows of the operand. Both with the summed dimension last, e4m3 or
-    e5m2. Raises ValueError, which names the array, where sizes do not fit.
+    e5m2. Raises ValueError, which names the array, for what `supported` would refuse and where
+    sizes do not fit.
     """
     _check(lhs_MK, rhs_NK, lhs=lhs_scale, rhs=rhs_scale)
     (num_rows, size), num_columns = lhs_MK.shape, rhs_NK.shape[0]
@@ -107,6 +115,9 @@ def multiply(lhs_MK, rhs_NK, *, lhs_scale, rhs_scale, out_dtype):
 
 
 def _check(lhs_MK, rhs_NK, **scales) -> None:
+    for name, operand in dict(lhs=lhs_MK, rhs=rhs_NK).items():
+        if reason := _objection(operand):
+            raise ValueError(f"{name}: {reason}")
     if lhs_MK.shape[1] != rhs_NK.shape[1]:
         raise ValueError(
             f"lhs has {lhs_MK.shape[1]} columns and rhs {rhs_NK.shape[1]}; they must be as many"
@@ -172,7 +183,7 @@ class _Program:
         def load_block(i):
             slot = lax.rem(i, STAGES)
             summed, loaded = pl.ds(i * BLOCK, BLOCK), self.loaded.at[slot]
-            pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(self.used.at[slot]))
+            wait_if(i >= STAGES, self.used.at[slot])
             copies = [
                 (self.lhs.at[groups, :, summed], self.lhs_tiles),
                 (self.rhs.at[columns, summed], self.rhs_tiles),
@@ -192,9 +203,8 @@ class _Program:
         plgpu.set_max_registers(REGISTERS, action="increase")
         row, column = self.place()
         warpgroup = lax.axis_index("warpgroup")
-        zeros = jnp.zeros((64, TILE), jnp.float32)
-        zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-        sums = lax.fori_loop(0, self.num_blocks, self.with_block, zeros)
+        nothing = zeros(TILE, jnp.float32)
+        sums = lax.fori_loop(0, self.num_blocks, self.with_block, nothing)
         tile = self.out_tile.at[warpgroup]
         tile[...] = sums.astype(self.out.dtype)
         plgpu.commit_smem()
@@ -220,11 +230,11 @@ class _Program:
         rows = pl.ds(warpgroup * 64, 64)
         of_rows = load(self.lhs_scales.at[slot, rows], layout=PER_ROW, optimized=False)
         if of_tile is None:
-            by_column = load(self.rhs_scales.at[slot], layout=PER_COLUMN, optimized=False)
+            of_columns = load(self.rhs_scales.at[slot], layout=PER_COLUMN, optimized=False)
         else:
             of_rows *= of_tile
         plgpu.commit_smem()
         part = ref[...]
         if of_tile is None:
-            part *= lax.broadcast_in_dim(by_column, part.shape, [1])
+            part *= by_column(of_columns, part)
         return part * by_row(of_rows, part)

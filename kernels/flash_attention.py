@@ -82,16 +82,18 @@ def attention(
 ):
     """Causal attention inside each document; padding comes out as zeros.
 
-    documents: with `segments_BS`, int32, 0 for padding; tokens of a document stand together.
+    documents: with `segments_BS`, int32, 0 for padding; tokens of a document stand together, and
+    documents in the order of their numbers.
     window: a token sees itself and the `window - 1` before it. cap: scores become
     cap * tanh(score / cap), by the GPU's own tanh, which is right to 5e-4 of itself. deterministic:
     the backward pass gives the same bits each time, for two products more up to head size 128 and
     for nothing beyond. Returns [B, S, N, V] in the input dtype; statistics are float32.
 
-    Raises ValueError, which names the array, for arrays that do not belong together.
+    Raises ValueError, which names the array or option, for what does not belong together.
     """
     segments_BS = documents.segments_BS
     attention_arguments.check(q_BSNH, k_BTKH, v_BTKV)
+    attention_arguments.check_options(scale=scale, window=window, cap=cap)
     attention_arguments.check_segments(segments_BS, q_BSNH)
     pairs = flash_spans.of_segments(segments_BS, window=window)
     return _attention(q_BSNH, k_BTKH, v_BTKV, pairs, _Options(scale, cap, deterministic))

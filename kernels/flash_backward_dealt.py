@@ -1,5 +1,7 @@
 """Flash attention's dk and dv for Hopper, and dq unless it is made by itself, at head size 64.
 
+Without a cap: with one, `flash_backward_keys` makes them.
+
 The programs are those of `flash_backward_keys`, `WIDE`, but go from tile to tile of keys, as
 `flash_dealt` deals them out: keys and values lie twice in shared memory, and the next one's come,
 with its first tiles of queries, while one ends. Masks go by the spans of queries.
@@ -27,9 +29,9 @@ from jaxscale.kernels.flash_backward_keys import (
     scratch_of,
 )
 from jaxscale.kernels.flash_dealt import Dealt, Item, deal
-from jaxscale.kernels.flash_scores import Scores, wait_if
+from jaxscale.kernels.flash_scores import Scores
 from jaxscale.kernels.flash_spans import Pairs, tiles_seen
-from jaxscale.kernels.hopper import WARPGROUPS, by_column, load, run
+from jaxscale.kernels.hopper import WARPGROUPS, by_column, load, run, wait_if
 
 SLOTS = 2  # tiles of keys
 # Without what dq takes.

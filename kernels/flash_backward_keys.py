@@ -6,9 +6,9 @@ tiles of queries, of all heads that share the key head, which see them. Five pro
 float32 to what other programs add. dq of a tile is made one tile late: ds crosses from one
 warpgroup to the other, and neither waits for it. What a warpgroup does between products runs beside
 a product of its own: p beside dp, ds beside dv, the addition of dq beside dk. A warpgroup leaves
-its products out where none of a step's queries sees its keys. At head size 64 it makes all, and
-programs go on from tile to tile (`flash_backward_dealt.py`), steps are of 128 queries, and dq of 64
-is made by each warpgroup (`Part.is_wide`).
+its products out where none of a step's queries sees its keys. At head size 64 without a cap it
+makes all, and programs go on from tile to tile (`flash_backward_dealt.py`), steps are of 128
+queries, and dq of 64 is made by each warpgroup (`Part.is_wide`).
 
 B rows, S queries, T keys, N query heads, K key heads, H head size, V head size of the values.
 """
@@ -25,9 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels import flash_dq_sums
 from jaxscale.kernels.flash_forward import HIDDEN, REGISTERS, REGISTERS_TO_COPY, masked
-from jaxscale.kernels.flash_scores import STAGES, Operands, Scores, wait_if, zeros
+from jaxscale.kernels.flash_scores import STAGES, Operands, Scores
 from jaxscale.kernels.flash_spans import Pairs, Work, tiles_seen
-from jaxscale.kernels.hopper import WARPGROUPS, load, run
+from jaxscale.kernels.hopper import WARPGROUPS, load, run, wait_if, zeros
 
 TILE_Q = 64
 TILE_K = 64 * WARPGROUPS
@@ -75,7 +75,9 @@ WIDE = Part(num_queries=128)
 def of_keys(operands, begins, *, pairs: Pairs, scores: Scores, part: Part = WHOLE, dq, make=None):
     """[dk, dv] or one of them; adds dq / scale to `dq`, unless None.
 
-    dq: a reference of sums (`flash_dq_sums.py`). make: the class of the program, if not `OfKeys`.
+    operands: q, k, v and the output's gradient. begins: where scores and dp begin, float32
+    [B, N, S] each: `Scores.begin`, and minus the sum over V of output and gradient. dq: a reference
+    of sums (`flash_dq_sums.py`). make: the class of the program, if not `OfKeys`.
     """
     q_BSNH, k_BTKH, v_BTKV, _ = operands
     rows, num_keys, num_key_heads, _ = k_BTKH.shape

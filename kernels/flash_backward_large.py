@@ -20,11 +20,9 @@ from jaxscale.kernels import flash_backward_keys
 from jaxscale.kernels.flash_backward_keys import OfKeys, Part, begin_of
 from jaxscale.kernels.flash_scores import (
     LateSum,
-    arrive_if,
     stages_of_late_sum,
-    wait_if,
-    zeros,
 )
+from jaxscale.kernels.hopper import arrive_if, wait_if, zeros
 
 # Of head size 256, 128 keys and values and two tiles of queries are 192 of 227 KiB: there is room
 # for one of gradients, which are needed for dp alone and so not for long.

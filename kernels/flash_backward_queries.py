@@ -19,25 +19,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels.flash_forward import REGISTERS, REGISTERS_TO_COPY, masked
+from jaxscale.kernels.flash_forward import REGISTERS, REGISTERS_TO_COPY, masked, swizzled
 from jaxscale.kernels.flash_scores import (
     LateSum,
     Operands,
     Scores,
-    arrive_if,
     stages_of_late_sum,
-    wait_if,
-    zeros,
 )
 from jaxscale.kernels.flash_spans import Pairs, Work, tiles_seen
 from jaxscale.kernels.hopper import (
     PAIR,
     WARPGROUPS,
+    arrive_if,
     barrier_of_cluster,
     by_row,
     heads_together,
     load,
     run,
+    wait_if,
+    zeros,
 )
 
 TILE_Q = 64 * WARPGROUPS
@@ -45,7 +45,7 @@ PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def of_queries(operands, begins, *, pairs: Pairs, scores: Scores):
-    """dq."""
+    """dq [B, S, N, H], in q's dtype. operands, begins: as of `flash_backward_keys.of_keys`."""
     q_BSNH, k_BTKH, v_BTKV, _ = operands
     rows, seq, num_heads, head_size = q_BSNH.shape
     v_head_size = v_BTKV.shape[-1]
@@ -60,9 +60,7 @@ def of_queries(operands, begins, *, pairs: Pairs, scores: Scores):
     together = heads_together(num_heads, k_BTKH.shape[2], head_size=head_size)
     of_cluster = functools.partial(barrier_of_cluster, together, num_arrivals=WARPGROUPS)
 
-    def operand(*shape):
-        tiled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-        return plgpu.SMEM(shape, q_BSNH.dtype, transforms=tiled)
+    operand = functools.partial(swizzled, dtype=q_BSNH.dtype)
 
     def flash_attention_backward_of_queries(*refs, **scratch):
         group = num_heads // k_BTKH.shape[2]

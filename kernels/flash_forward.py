@@ -4,7 +4,7 @@ A program has 128 queries of one head. Two warpgroups compute, 64 queries each, 
 of keys and values ahead of them, of two heads together where they share a key head
 (`hopper.heads_together`). The products of tile i with the queries and of tile i - 1 with V
 are issued together, so the softmax of tile i runs beside the second of them. The warpgroups are not
-made to take turns: that was 9 to 15% slower (docs/kernels_record.md). Up to head size 128, where
+made to take turns: that was 5 to 16% slower (docs/kernels_record.md). Up to head size 128, where
 two tiles of queries fit, programs go on from tile to tile (`flash_forward_dealt.py`), and without a
 cap most tiles need no maxima. At head size 64 four warpgroups compute 256 queries.
 
@@ -31,6 +31,8 @@ from jaxscale.kernels.hopper import (
     heads_together,
     load,
     run,
+    wait_if,
+    zeros,
 )
 
 # Of 65,536 a multiprocessor has; 128 threads a warpgroup.
@@ -47,7 +49,7 @@ class Tiles:
     warpgroups: int = WARPGROUPS
     registers: int = REGISTERS
     num_keys: int = 128
-    stages: int = 2  # with 3, head size 128 needs 120 bytes too many
+    stages: int = 2  # with 3, head size 128 would need 256 of 227 KiB
     keeps_reference: bool = False
 
     @property
@@ -211,9 +213,9 @@ class Program:
             slot = lax.rem(i, stages)
             keys = (row, pl.ds(work.tile(tile) * num_keys, num_keys), key_head)
             is_reused = i >= stages
-            pl.when(is_reused)(lambda: plgpu.barrier_wait(self.k_used.at[slot]))
+            wait_if(is_reused, self.k_used.at[slot])
             self.fetch(self.k.at[keys], self.k_tiles.at[slot], loaded=self.k_loaded.at[slot])
-            pl.when(is_reused)(lambda: plgpu.barrier_wait(self.v_used.at[slot]))
+            wait_if(is_reused, self.v_used.at[slot])
             self.fetch(self.v.at[keys], self.v_tiles.at[slot], loaded=self.v_loaded.at[slot])
 
         pl.loop(0, work.num)(lambda i: load_tile(num_before + i, i))
@@ -347,7 +349,7 @@ class Program:
             carry = p, largest, total
             p, largest, total = loop(step, carry, begin=1, end=begin, is_whole=True)
         else:
-            of_lanes = plgpu.layout_cast(jnp.zeros((64, LANES), jnp.float32), plgpu.Layout.WGMMA)
+            of_lanes = zeros(LANES, jnp.float32)
             by_reference = functools.partial(loop, step_by_reference)
             p, of_lanes = by_reference((p, of_lanes), begin=1, end=begin, is_whole=True)
             # With a mask too where all queries have seen the first tile, but for the last step: the

@@ -27,7 +27,7 @@ from jaxscale.kernels.flash_forward import (
     visits_of,
 )
 from jaxscale.kernels.flash_spans import Spans, Work
-from jaxscale.kernels.hopper import PAIR, barrier_of_cluster, heads_together, load, run
+from jaxscale.kernels.hopper import PAIR, barrier_of_cluster, heads_together, load, run, wait_if
 
 SLOTS = 2  # of tiles of queries
 # Of tiles of keys with a mask. While all of them needed maxima too head size 64 took 5% less of
@@ -171,7 +171,7 @@ class _Staying(Program):
         """Its nth tile of queries, and their tiles of keys. number, num_before: as of `make`."""
         here, slot = self.at(number, self.nth(n)), lax.rem(number, SLOTS)
         row, head, tile = here.place()
-        pl.when(number >= SLOTS)(lambda: plgpu.barrier_wait(self.q_used.at[slot]))
+        wait_if(number >= SLOTS, self.q_used.at[slot])
         for warpgroup in range(self.tiles.warpgroups):
             queries, target = self.queries_of(tile, warpgroup), here.q_tile.at[warpgroup]
             plgpu.copy_gmem_to_smem(self.q.at[row, queries, head], target, self.q_loaded.at[slot])

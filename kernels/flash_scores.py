@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels.flash_forward import LOG2_E
@@ -107,16 +106,3 @@ class LateSum:
         if self.may_wait:
             plgpu.wgmma_wait(1)
             self.free()
-
-
-def zeros(num_columns: int, dtype):
-    """Of 64 lines, as what a product reads out of a warpgroup's registers."""
-    return plgpu.layout_cast(jnp.zeros((64, num_columns), dtype), plgpu.Layout.WGMMA)
-
-
-def wait_if(condition, barrier):
-    pl.when(condition)(lambda: plgpu.barrier_wait(barrier))
-
-
-def arrive_if(condition, barrier):
-    pl.when(condition)(lambda: plgpu.barrier_arrive(barrier))

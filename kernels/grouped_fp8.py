@@ -19,7 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxscale.kernels import hopper
 from jaxscale.kernels.grouped_programs import STAGES, Product, Tiles, launch, own_lines
 from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, visits_of
+from jaxscale.kernels.hopper import zeros
 
+NAME = "the grouped product in 8 bits"
 BLOCK = 128  # of what is summed, in one tile of an operand
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 COLUMNS = (256, 128)
@@ -33,16 +35,20 @@ PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 def supported(x_TK, w_ENK, *, platform: str, compute_capability: str = "9.0") -> str | None:
     """None if `multiply` can run these shapes on this platform ("gpu"), else the reason."""
-    name = "the grouped product in 8 bits"
-    if reason := hopper.objection(name, platform=platform, compute_capability=compute_capability):
+    if reason := hopper.objection(NAME, platform=platform, compute_capability=compute_capability):
         return reason
-    for operand in (x_TK, w_ENK):
+    return _objection(x_TK, w_ENK)
+
+
+def _objection(x_TK, w_ENK) -> str | None:
+    """What is wrong with arrays that fit each other, if anything."""
+    for name, operand in dict(x=x_TK, w=w_ENK).items():
         if operand.dtype not in DTYPES:
-            return f"{name} is of float8_e4m3fn or float8_e5m2, not {operand.dtype}"
+            return f"{NAME} takes {name} of float8_e4m3fn or float8_e5m2, not {operand.dtype}"
     if not x_TK.shape[0] or x_TK.shape[0] % ALIGNED:
-        return f"{name} takes a multiple of {ALIGNED} rows, not {x_TK.shape[0]}"
+        return f"{NAME} takes x of a multiple of {ALIGNED} rows, not {x_TK.shape[0]}"
     if odd := objection(w_ENK.shape):
-        return f"{name} is of matrices {odd}"
+        return f"{NAME} takes w {odd}"
     return None
 
 
@@ -78,8 +84,10 @@ def multiply(
     """The rows of group e times w[e], scaled: [T, N] of `out_dtype`, bfloat16 or float32.
 
     Both e4m3 or e5m2, with scales that are float32 powers of two: one for each row of x, and one
-    for each group's matrix. Rows behind the last group may hold anything, and give zeros.
+    for each group's matrix. Rows behind the last group may hold anything, and give zeros. Raises
+    ValueError, which names the array, for what does not fit or `supported` would refuse.
     """
+    _check(x_TK, w_ENK, x_scale=x_scale_T, w_scale=w_scale_E, group_sizes=group_sizes_E)
     columns = w_ENK.shape[1]
     visits = visits_of(group_sizes_E.astype(jnp.int32), num_rows=len(x_TK))
     # A tile's rows may go on behind the last.
@@ -100,6 +108,23 @@ def multiply(
     )
 
 
+def _check(x_TK, w_ENK, *, x_scale, w_scale, group_sizes) -> None:
+    if x_TK.ndim != 2 or w_ENK.ndim != 3 or x_TK.shape[1] != w_ENK.shape[2]:
+        raise ValueError(
+            f"x has the shape {x_TK.shape} and w {w_ENK.shape}; they must be [T, K] and [E, N, K]"
+        )
+    if reason := _objection(x_TK, w_ENK):
+        raise ValueError(reason)
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"group_sizes must be integers, not {group_sizes.dtype}")
+    num_rows, num_groups = len(x_TK), len(w_ENK)
+    lines = dict(x_scale=(x_scale, num_rows), w_scale=(w_scale, num_groups))
+    lines |= dict(group_sizes=(group_sizes, num_groups))
+    for name, (array, number) in lines.items():
+        if array.shape != (number,):
+            raise ValueError(f"{name} has the shape {array.shape}; it must be {(number,)}")
+
+
 def tiles_for(columns: int) -> Tiles:
     """Those for results of so many columns, as in `grouped_programs.tiles_for`."""
     width = min(COLUMNS, key=lambda width: -(-columns // width) * width)
@@ -116,8 +141,7 @@ class _Scaled(Product):
     def sums(self, work, count, *, before):
         assert before is None, "its sums leave no registers to hold a tile"
         width = min(PART, self.tiles.columns)
-        zeros = jnp.zeros((64, width), jnp.float32)
-        zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        nothing = zeros(width, jnp.float32)
         # Asked for before the sum, and not waited for until it is made.
         # Nobody's rows, which may hold anything, have the zeros behind the last.
         is_nobodys = work.group == self.w.shape[0]
@@ -137,7 +161,7 @@ class _Scaled(Product):
             return made
 
         num_parts = self.tiles.columns // width
-        sums = lax.fori_loop(0, work.num_blocks, with_block, [zeros] * num_parts)
+        sums = lax.fori_loop(0, work.num_blocks, with_block, [nothing] * num_parts)
         scale = of_rows * jnp.where(is_nobodys, 0.0, of_matrix)
         return [part * hopper.by_row(scale, part) for part in sums]
 

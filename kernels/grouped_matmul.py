@@ -16,20 +16,26 @@ from jaxscale.kernels.grouped_gradient import weight_gradient
 from jaxscale.kernels.grouped_programs import BLOCK, multiply
 from jaxscale.kernels.grouped_visits import ALIGNED
 
+NAME = "the grouped product"
+
 
 def supported(x_TK, w_EKN, *, platform: str, compute_capability: str = "9.0") -> str | None:
     """None if `grouped_matmul` can run these shapes on this platform ("gpu"), else the reason."""
-    name = "the grouped product"
-    if reason := hopper.objection(name, platform=platform, compute_capability=compute_capability):
+    if reason := hopper.objection(NAME, platform=platform, compute_capability=compute_capability):
         return reason
+    return _objection(x_TK, w_EKN)
+
+
+def _objection(x_TK, w_EKN) -> str | None:
+    """What is wrong with arrays that fit each other, if anything."""
     if x_TK.dtype != jnp.bfloat16:
-        return f"{name} is of bfloat16, not {x_TK.dtype}"
+        return f"{NAME} takes x of bfloat16, not {x_TK.dtype}"
     if w_EKN.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"{name} takes weights of bfloat16 or float32, not {w_EKN.dtype}"
+        return f"{NAME} takes w of bfloat16 or float32, not {w_EKN.dtype}"
     if not x_TK.shape[0] or x_TK.shape[0] % ALIGNED:
-        return f"{name} takes a multiple of {ALIGNED} rows, not {x_TK.shape[0]}"
+        return f"{NAME} takes x of a multiple of {ALIGNED} rows, not {x_TK.shape[0]}"
     if odd := [size for size in w_EKN.shape[1:] if not size or size % BLOCK]:
-        return f"{name} is of matrices of multiples of {BLOCK}, not {odd[0]}"
+        return f"{NAME} takes w of multiples of {BLOCK}, not {odd[0]}"
     return None
 
 
@@ -60,9 +66,12 @@ def grouped_matmul(x_TK, w_EKN, *, group_sizes_E):
 
     group_sizes_E: integers, 0 for an empty group; of all together T at most. The sums are
     float32. w may be float32: it is rounded to x's dtype here, and its gradient is float32 then.
-    Raises ValueError for shapes that do not fit each other.
+    Raises ValueError, which names the array, for shapes that do not fit each other, and for what
+    `supported` would refuse.
     """
     check(x_TK, w_EKN, group_sizes_E=group_sizes_E)
+    if reason := _objection(x_TK, w_EKN):
+        raise ValueError(reason)
     return _grouped_matmul(x_TK, w_EKN, group_sizes_E.astype(jnp.int32))
 
 

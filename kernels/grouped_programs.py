@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxscale.kernels import varying
 from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, visits_of
-from jaxscale.kernels.hopper import WARPGROUPS, run
+from jaxscale.kernels.hopper import WARPGROUPS, arrive_if, run, wait_if, zeros
 
 LANES = 128  # bytes of a line of a tile of an operand
 BLOCK = LANES // 2  # of what is summed, in one tile of bfloat16
@@ -241,7 +241,7 @@ class Program:
             @pl.loop(0, work.num_blocks)
             def load_block(i):
                 slot, is_reused = self.slot(count + i), count + i >= self.tiles.stages
-                pl.when(is_reused)(lambda: plgpu.barrier_wait(self.used.at[slot]))
+                wait_if(is_reused, self.used.at[slot])
                 targets = self.lhs_tiles.at[slot], self.rhs_tiles.at[slot]
                 for source, target in zip(self.sources(work, i), targets, strict=True):
                     plgpu.copy_gmem_to_smem(source, target, self.loaded.at[slot])
@@ -302,11 +302,11 @@ class Program:
                 # The product before this one has been made then, and its tiles are free.
                 plgpu.wgmma_wait(1)
                 used = self.slot(count + i + self.tiles.stages - 1)
-                pl.when(i > 0)(lambda: plgpu.barrier_arrive(self.used.at[used]))
+                arrive_if(i > 0, self.used.at[used])
 
             made = sums[...]
             last = self.slot(count + work.num_blocks + self.tiles.stages - 1)
-            pl.when(work.num_blocks > 0)(lambda: plgpu.barrier_arrive(self.used.at[last]))
+            arrive_if(work.num_blocks > 0, self.used.at[last])
             return made
 
         made = pl.run_scoped(add_up, plgpu.ACC((64, self.tiles.columns), jnp.float32))
@@ -357,10 +357,8 @@ class Program:
 
 def nothing(tiles: Tiles) -> Made:
     """What is before the first tile, where tiles are held: no lines to store."""
-    values = jnp.zeros((64, tiles.columns), jnp.bfloat16)
-    values = plgpu.layout_cast(values, plgpu.Layout.WGMMA)
     zero = jnp.int32(0)
-    return Made([values], zero, zero, zero, (zero, zero))
+    return Made([zeros(tiles.columns, jnp.bfloat16)], zero, zero, zero, (zero, zero))
 
 
 def held(made: Made) -> Made:

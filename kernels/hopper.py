@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -61,3 +62,18 @@ def by_row(x, like):
 def by_column(x, like):
     """One value for each column, as an array of the shape of `like`."""
     return lax.broadcast_in_dim(x, like.shape, [1])
+
+
+def zeros(num_columns: int, dtype):
+    """[64, num_columns], as a warpgroup's registers hold a product's operand and its sums."""
+    return plgpu.layout_cast(jnp.zeros((64, num_columns), dtype), plgpu.Layout.WGMMA)
+
+
+def wait_if(condition, barrier):
+    """As `plgpu.barrier_wait`, where a condition holds."""
+    pl.when(condition)(lambda: plgpu.barrier_wait(barrier))
+
+
+def arrive_if(condition, barrier):
+    """As `plgpu.barrier_arrive`, where a condition holds."""
+    pl.when(condition)(lambda: plgpu.barrier_arrive(barrier))

@@ -69,8 +69,13 @@ def supported(
     """
     if reason := device_supported(platform, compute_capability):
         return reason
+    return _objection(x_MK.shape, has_scale=has_scale)
+
+
+def _objection(shape: Sequence[int], *, has_scale: bool) -> str | None:
+    """What is wrong with matrices [..., M, K] for the programs, if anything."""
     multiple = MULTIPLE if has_scale else BLOCK
-    odd = [size for size in x_MK.shape if size % multiple]
+    odd = [size for size in shape[-2:] if not size or size % multiple]
     return f"it takes multiples of {multiple}, not {odd[0]}" if odd else None
 
 
@@ -95,26 +100,18 @@ def quantize(
     compute_capability: str,
     ways: Sequence[str] = WAYS,
     scale=None,
-    together: int = TOGETHER,
-    warps: int = WARPS,
 ):
     """[(values, scale) for each of `ways`], of which values * scale is x.
 
     Straight: values [M, K] and float32 scales [M, K / 128]; turned: [K, M] and [K, M / 128].
     scale: one number, float32, for all of x; the scales are then this one, and `ways` has TURNED.
-    Bits are those of `reference`. together, warps: how it is made, for trying out.
+    Bits are those of `reference`. Raises ValueError for what `supported` would refuse and for ways
+    that there are not.
     """
     if scale is not None:
-        made = cast(
-            x_MK,
-            1 / scale,
-            dtype,
-            compute_capability=compute_capability,
-            ways=ways,
-            together=together,
-            warps=warps,
-        )
+        made = cast(x_MK, 1 / scale, dtype, compute_capability=compute_capability, ways=ways)
         return [(values, scale) for values in made]
+    _check(x_MK.shape, ways, has_scale=False)
     from jaxscale.kernels import quantize_triton
 
     order = [way for way in WAYS if way in ways]
@@ -132,7 +129,7 @@ def quantize(
                 jax.ShapeDtypeStruct((shapes[way][1] // BLOCK, shapes[way][0]), jnp.float32),
             )
         ],
-        **_launch(x_MK.shape, compute_capability, ways=ways, together=together, warps=warps),
+        **_launch(x_MK.shape, compute_capability, ways=ways),
         MOST_EXPONENT=most_of(dtype)[1],
         IS_TURNED=TURNED in ways,
         **absent,
@@ -141,20 +138,12 @@ def quantize(
     return [pairs[way] for way in ways]
 
 
-def cast(
-    x,
-    factor,
-    dtype,
-    *,
-    compute_capability: str,
-    ways: Sequence[str] = WAYS,
-    together: int = TOGETHER,
-    warps: int = WARPS,
-) -> list[Any]:
+def cast(x, factor, dtype, *, compute_capability: str, ways: Sequence[str] = WAYS) -> list[Any]:
     """Matrices [..., M, K] times their factor, float32 [...], in 8 bits: for each of `ways`.
 
-    `ways` has TURNED: as they are XLA does it as well.
+    `ways` has TURNED: as they are XLA does it as well. Raises ValueError as `quantize` does.
     """
+    _check(x.shape, ways, has_scale=True)
     from jaxscale.kernels import quantize_triton
 
     order = [way for way in (TURNED, STRAIGHT) if way in ways]
@@ -166,11 +155,20 @@ def cast(
         kernel=quantize_triton.quantize_cast,
         name="quantize_cast",
         out_shape=[jax.ShapeDtypeStruct(shapes[way], dtype) for way in order],
-        **_launch(x.shape, compute_capability, ways=ways, together=together, warps=warps),
+        **_launch(x.shape, compute_capability, ways=ways),
         **absent,
     )
     found = dict(zip(order, made, strict=True))
     return [found[way] for way in ways]
+
+
+def _check(shape: Sequence[int], ways: Sequence[str], *, has_scale: bool) -> None:
+    if reason := _objection(shape, has_scale=has_scale):
+        raise ValueError(f"x has the shape {tuple(shape)}; {reason}")
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise ValueError(f"ways has {unknown[0]!r}; there are {STRAIGHT!r} and {TURNED!r}")
+    if has_scale and TURNED not in ways:
+        raise ValueError(f"ways is {ways}; with one scale it must have {TURNED!r}")
 
 
 def _shapes(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -180,16 +178,16 @@ def _shapes(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
 
 
 def _launch(
-    shape: Sequence[int], compute_capability: str, *, ways: Sequence[str], together: int, warps: int
+    shape: Sequence[int], compute_capability: str, *, ways: Sequence[str]
 ) -> dict[str, Any]:
     """How matrices [..., M, K] are cut up, a program a tile."""
     *matrices, num_rows, size = shape
     return dict(
         grid=(math.prod(matrices) * -(-num_rows // TILE) * -(-size // TILE),),
-        num_warps=warps,
+        num_warps=WARPS,
         compute_capability=compute_capability,
         M=num_rows,
         K=size,
-        TOGETHER=together,
+        TOGETHER=TOGETHER,
         IS_STRAIGHT=STRAIGHT in ways,
     )

@@ -7,6 +7,7 @@ programs are in `quantize_triton.py`, scales are `quantize.scale_of`.
 T rows, E groups, K rows and N columns of a matrix.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -32,6 +33,8 @@ def rows_supported(x_TK, *, platform: str, compute_capability: str) -> str | Non
     """None if `quantize_rows` runs here for these, else the reason."""
     if reason := quantize.device_supported(platform, compute_capability):
         return reason
+    if not math.prod(x_TK.shape):
+        return f"it takes rows that hold something, not {x_TK.shape}"
     if x_TK.shape[1] > MOST_COLUMNS:
         return f"it takes rows of {MOST_COLUMNS} at most, not {x_TK.shape[1]}"
     return None

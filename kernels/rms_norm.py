@@ -33,6 +33,8 @@ def supported(x_MD, *, platform: str, compute_capability: str) -> str | None:
         return reason
     if x_MD.dtype != jnp.bfloat16:
         return f"it takes bfloat16, not {x_MD.dtype}"
+    if not math.prod(x_MD.shape):
+        return f"it takes rows that hold something, not {x_MD.shape}"
     if x_MD.shape[-1] > MAX_SIZE:
         return f"it takes rows of {MAX_SIZE} values at most, not {x_MD.shape[-1]}"
     return None

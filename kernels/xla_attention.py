@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-# The log-sum-exp of no keys.
+# The log-sum-exp of no keys: far below any score, and differences of it are finite.
 NOTHING = -1e30
 
 HAS_QUADRATIC_MEMORY = True

@@ -113,18 +113,22 @@ def attention(
     may be split over more devices than key heads are: then each device takes, of those it has, the
     ones that its query heads share.
 
-    Raises ValueError, which names the array, for arrays that do not belong together
+    Raises ValueError, which names the array or option, for what does not belong together
     (`kernels/attention_arguments.py`).
     """
     attention_arguments.check(q_BSNH, k_BSKH, v_BSKV)
-    options: dict[str, Any] = dict(scale=scale or q_BSNH.shape[-1] ** -0.5, window=window, cap=cap)
+    scale = q_BSNH.shape[-1] ** -0.5 if scale is None else scale
+    options: dict[str, Any] = dict(scale=scale, window=window, cap=cap)
+    attention_arguments.check_options(**options)
     if isinstance(documents, Kept):
         documents.keep(k_BSKH, v_BSKV)
         if documents.fresh is None:
             return documents.attend(q_BSNH, **options)
         documents = documents.fresh
     seq_axes = shd.mesh_axes("attn_seq")
-    attention_arguments.check_segments(documents.segments_BS, q_BSNH, is_dealt=bool(seq_axes))
+    attention_arguments.check_segments(
+        documents.segments_BS, q_BSNH, is_dealt=bool(seq_axes), is_padding_last=True
+    )
     v_head_size = v_BSKV.shape[-1]
     kernel = choose(
         q_BSNH,

@@ -21,10 +21,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.config import Balance, Exchange
+from jaxscale.kernels.xla_attention import NOTHING
 from jaxscale.ops.deal import Parts, Rows, rows_of
-
-# The log-sum-exp of no keys: far below any score, and differences of it are finite.
-NOTHING = -1e30
 
 
 def attention(

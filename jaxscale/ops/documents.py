@@ -16,6 +16,8 @@ class Documents:
 
     segments_BS: the document's number in its row, from 1; 0 is padding. positions_BS: the token's
     place in its document. lengths_BM: the tokens of documents 1 to M of each row, 0 for none.
+    Documents stand in the order of their numbers from a row's start, and padding ends it: some
+    kernels go by lengths alone.
     """
 
     segments_BS: jax.Array

@@ -104,6 +104,12 @@ def test_what_it_cannot_run_is_told(reason):
     [
         ("lhs has 128 columns and rhs 256", dict(rhs=(128, 256), rhs_scale=(1, 2))),
         (
+            "lhs: block-scaled products are of multiples of 128, not 192",
+            dict(lhs=(128, 192), rhs=(128, 192)),
+        ),
+        ("rhs: block-scaled products are of multiples of 128, not 192", dict(rhs=(192, 128))),
+        ("rhs: block-scaled products are of matrices, not of", dict(rhs=(1, 128, 128))),
+        (
             "lhs_scale has the shape (128, 2); it must be (128, 1) or (1, 1)",
             dict(lhs_scale=(128, 2)),
         ),

@@ -1,5 +1,6 @@
 """Grouped products in 8 bits against NumPy: interpreted, races looked for, where no GPU is."""
 
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -126,3 +127,34 @@ def test_what_it_cannot_run_is_told(reason):
         w=(jnp.float8_e4m3fn, 2, 128, 128),
     )
     check_refused(kernel, case, change=REFUSED[reason], reason=reason)
+
+
+MISTAKES: dict[str, dict[str, Any]] = {
+    "x has the shape (64, 128) and w (2, 128, 256); they must be [T, K] and [E, N, K]": dict(
+        w=jnp.zeros((2, 128, 256), jnp.float8_e4m3fn)
+    ),
+    "takes w of float8_e4m3fn or float8_e5m2, not bfloat16": dict(
+        w=jnp.zeros((2, 128, 128), jnp.bfloat16)
+    ),
+    "takes x of a multiple of 8 rows, not 65": dict(x=jnp.zeros((65, 128), jnp.float8_e5m2)),
+    "takes w of multiples of 128, not 192": dict(w=jnp.zeros((2, 192, 128), jnp.float8_e5m2)),
+    "x_scale has the shape (1,); it must be (64,)": dict(x_scale_T=jnp.ones(1)),
+    "w_scale has the shape (3,); it must be (2,)": dict(w_scale_E=jnp.ones(3)),
+    "group_sizes has the shape (1,); it must be (2,)": dict(group_sizes_E=jnp.zeros(1, jnp.int32)),
+    "group_sizes must be integers, not float32": dict(group_sizes_E=jnp.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_what_does_not_fit_is_named(message):
+    fitting = dict(
+        x=jnp.zeros((64, 128), jnp.float8_e5m2),
+        w=jnp.zeros((2, 128, 128), jnp.float8_e4m3fn),
+        x_scale_T=jnp.ones(64),
+        w_scale_E=jnp.ones(2),
+        group_sizes_E=jnp.zeros(2, jnp.int32),
+    )
+    options = fitting | MISTAKES[message]
+    arrays = options.pop("x"), options.pop("w")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kernel.multiply(*arrays, **options, out_dtype=jnp.bfloat16)

@@ -181,8 +181,8 @@ def test_the_widest_tile_is_taken_that_wastes_least():
 REFUSED: dict[str, dict[str, Any]] = {
     "needs an NVIDIA GPU, not cpu": dict(platform="cpu"),
     "for compute capability 9.0, not 10.0": dict(compute_capability="10.0"),
-    "is of bfloat16, not float32": dict(x=(jnp.float32, 64, 64)),
-    "weights of bfloat16 or float32, not float16": dict(w=(jnp.float16, 2, 64, 64)),
+    "takes x of bfloat16, not float32": dict(x=(jnp.float32, 64, 64)),
+    "takes w of bfloat16 or float32, not float16": dict(w=(jnp.float16, 2, 64, 64)),
     "a multiple of 8 rows, not 65": dict(x=(jnp.bfloat16, 65, 64)),
     "multiples of 64, not 96": dict(w=(jnp.bfloat16, 2, 64, 96)),
 }
@@ -220,3 +220,23 @@ def test_shapes_that_do_not_fit_are_named(message, function):
         function(
             jnp.zeros((8, 64)), jnp.zeros((2, 64, 64)), group_sizes_E=jnp.zeros(2, jnp.float32)
         )
+
+
+# What `reference` multiplies and the kernel would leave out, or read as something else.
+UNSUPPORTED: dict[str, dict[str, tuple]] = {
+    "takes x of a multiple of 8 rows, not 9": dict(x=(9, 64)),
+    "takes w of multiples of 64, not 96": dict(x=(8, 96), w=(2, 96, 64)),
+    "takes w of multiples of 64, not 32": dict(w=(2, 64, 32)),
+}
+
+
+@pytest.mark.parametrize("message", UNSUPPORTED)
+def test_sizes_that_the_kernel_has_not_are_named(message):
+    shapes = dict(x=(8, 64), w=(2, 64, 64)) | UNSUPPORTED[message]
+    x_TK, w_EKN = (jnp.zeros(shapes[name], jnp.bfloat16) for name in ("x", "w"))
+    sizes = jnp.zeros(2, jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        kernel.grouped_matmul(x_TK, w_EKN, group_sizes_E=sizes)
+    with pytest.raises(ValueError, match="takes x of bfloat16, not float16"):
+        wide = jnp.zeros((8, 64), jnp.float16), jnp.zeros((2, 64, 64), jnp.float16)
+        kernel.grouped_matmul(*wide, group_sizes_E=sizes)

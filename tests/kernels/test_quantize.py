@@ -1,5 +1,6 @@
 """Matrices rounded to 8 bits both ways are, bit by bit, what `ops/fp8.py` makes of them."""
 
+import re
 from typing import Any
 
 import jax
@@ -124,6 +125,22 @@ def test_what_it_cannot_run_is_told(reason, monkeypatch):
     x = jax.ShapeDtypeStruct(case.pop("shape"), jnp.bfloat16)
     found = kernel.supported(x, **case)
     assert found is not None and reason in found
+
+
+MISTAKES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "x has the shape (192, 256); it takes multiples of 128, not 192": ((192, 256), {}),
+    "x has the shape (24, 256); it takes multiples of 16, not 24": ((24, 256), dict(scale=1.0)),
+    "x has the shape (0, 256); it takes multiples of 128, not 0": ((0, 256), {}),
+    "ways has 'sideways'; there are 'straight' and 'turned'": ((128, 128), dict(ways=["sideways"])),
+    "with one scale it must have 'turned'": ((128, 128), dict(scale=1.0, ways=["straight"])),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_what_the_programs_would_write_elsewhere_is_refused(message):
+    shape, options = MISTAKES[message]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kernel.quantize(jnp.zeros(shape), jnp.float8_e4m3fn, compute_capability="9.0", **options)
 
 
 def test_without_jax_triton_it_says_so(monkeypatch):

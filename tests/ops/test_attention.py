@@ -160,7 +160,7 @@ def rows(*rows, dtype=jnp.int32):
     return jnp.asarray(rows, dtype)
 
 
-# What stands in place of an array that fits.
+# What stands in place of an array or option that fits.
 MISTAKES: dict[str, dict[str, Any]] = {
     "q has the shape (8, 4, 64); it must be [rows, tokens, heads,": dict(q=zeros(8, 4, 64)),
     "q is int32; it must be of floats": dict(q=zeros(2, 8, 4, 64, dtype=jnp.int32)),
@@ -173,6 +173,12 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "segments is float32": dict(segments=rows([1] * 8, [1] * 8, dtype=jnp.float32)),
     "document 1 in 2 places of row 1": dict(segments=rows([1] * 8, [1, 1, 2, 2, 1, 1, 0, 0])),
     "the number -1 in row 0; documents are": dict(segments=rows([-1] * 8, [1] * 8)),
+    "document 1 behind 2 in row 1": dict(segments=rows([1] * 8, [2, 2, 2, 1, 1, 3, 0, 0])),
+    "v has the shape (2, 8, 2, 0); no size": dict(v=zeros(2, 8, 2, 0)),
+    "scale=0.0; it must be over 0": dict(scale=0.0),
+    "scale=-0.125; it must be over 0": dict(scale=-0.125),
+    "window=0; it must be 1 or more": dict(window=0),
+    "cap=0.0; it must be over 0": dict(cap=0.0),
 }
 
 
@@ -181,10 +187,20 @@ MISTAKES: dict[str, dict[str, Any]] = {
 def test_arrays_that_do_not_belong_together_are_refused_by_name(message, is_kernel):
     fitting = dict(q=zeros(2, 8, 4, 64), k=zeros(2, 8, 2, 64), v=zeros(2, 8, 2, 64))
     fitting["segments"] = rows([1] * 8, [1, 1, 2, 2, 2, 3, 0, 0])
-    *arrays, segments = (fitting | MISTAKES[message]).values()
-    options: dict[str, Any] = dict(documents=Documents(segments, segments, segments), scale=0.125)
+    options = dict(scale=0.125) | MISTAKES[message]
+    *arrays, segments = (options.pop(name, fits) for name, fits in fitting.items())
+    options["documents"] = Documents(segments, segments, segments)
     attend = flash_attention.attention if is_kernel else attention
     if not is_kernel:
         options["execution"] = Execution(platform="cpu")
     with pytest.raises(ValueError, match=re.escape(message)):
         attend(*arrays, **options)
+
+
+def test_padding_before_a_document_is_refused():
+    """Kernels that go by the documents' lengths would take it for a part of one."""
+    q = zeros(2, 8, 2, 64)
+    segments = rows([1] * 8, [1, 1, 0, 0, 2, 2, 2, 0])
+    documents = Documents(segments, segments, segments)
+    with pytest.raises(ValueError, match="padding before a document in row 1; it must end the row"):
+        attention(q, q, q, documents=documents, execution=Execution(platform="cpu"))

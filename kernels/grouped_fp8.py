@@ -117,10 +117,12 @@ def _check(x_TK, w_ENK, *, x_scale, w_scale, group_sizes) -> None:
         raise ValueError(reason)
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"group_sizes must be integers, not {group_sizes.dtype}")
-    num_rows, num_groups = len(x_TK), len(w_ENK)
-    lines = dict(x_scale=(x_scale, num_rows), w_scale=(w_scale, num_groups))
-    lines |= dict(group_sizes=(group_sizes, num_groups))
-    for name, (array, number) in lines.items():
+    one_each = {
+        "x_scale": (x_scale, len(x_TK)),
+        "w_scale": (w_scale, len(w_ENK)),
+        "group_sizes": (group_sizes, len(w_ENK)),
+    }
+    for name, (array, number) in one_each.items():
         if array.shape != (number,):
             raise ValueError(f"{name} has the shape {array.shape}; it must be {(number,)}")
 

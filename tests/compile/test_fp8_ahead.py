@@ -28,9 +28,8 @@ PRODUCTS = 3 * 5
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$", re.MULTILINE)
 
 
-def compiled_8b(*, num_layers: int = LAYERS, **changes) -> str:
-    """So many layers of it, unrolled; around kernels that do nothing, unless `kernels` says so."""
-    kernels = changes.pop("kernels", None) or kernels_without_bodies()
+def compiled_8b(*, num_layers: int = LAYERS, has_bodies: bool = False, **changes) -> str:
+    """So many layers of it, unrolled. has_bodies: of our kernels, which do nothing otherwise."""
     config = read_config([f"--config={CONFIG}"])
     config.model = dataclasses.replace(config.model, num_layers=num_layers)
     config.data.max_documents_per_row, config.scan_unroll = 8, num_layers
@@ -41,7 +40,7 @@ def compiled_8b(*, num_layers: int = LAYERS, **changes) -> str:
     config.precision = dataclasses.replace(config.precision, **precision)
     config = dataclasses.replace(config, **changes)
     devices = ahead.devices_of("h100", hosts=1, gpus_per_host=8)
-    with kernels:
+    with contextlib.nullcontext() if has_bodies else kernels_without_bodies():
         return ahead.text_of(ahead.compile_update(config, devices))
 
 
@@ -175,7 +174,7 @@ def test_blocks_are_multiplied_by_the_kernel_on_other_layouts(mesh):
     num_layers = mesh.get("stage", 1)
     hlo = compiled_8b(
         num_layers=num_layers,
-        kernels=contextlib.nullcontext(),
+        has_bodies=True,
         precision=dict(recipe=Recipe.FP8_BLOCKWISE),
         mesh=MeshConfig(**mesh),
         grad_accumulation=num_layers,

@@ -104,5 +104,7 @@ def test_what_it_cannot_run_is_told(monkeypatch):
     assert reason == "it takes matrices of multiples of 128, not 192"
     reason = kernel.rows_supported(array(2, 20000), **gpu)
     assert reason == "it takes rows of 16384 at most, not 20000"
+    reason = kernel.rows_supported(array(0, 300), **gpu)
+    assert reason == "it takes rows that hold something, not (0, 300)"
     cpu = dict(gpu, platform="cpu")
     assert kernel.rows_supported(array(2, 128), **cpu) == "it needs an NVIDIA GPU, not cpu"

@@ -152,6 +152,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "needs compute capability 9.0 or more, not 8.0": dict(compute_capability="8.0"),
     "takes bfloat16, not float32": dict(dtype=jnp.float32),
     "takes rows of 16384 values at most, not 16400": dict(size=16_400),
+    "takes rows that hold something, not (4, 0)": dict(size=0),
 }
 
 

@@ -87,47 +87,22 @@ def attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attention(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window):
-    return _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale=scale, window=window)[0]
-
-
-def _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, *, scale, window):
-    out_BSNH, stats_ENS = cudnn._dot_product_attention_fwd_p.bind(
-        q_BSNH,
-        k_BSKH,
-        v_BSKH,
-        *_operands(q_BSNH, k_BSKH, parts=_whole(lengths_BM)),
-        is_training=True,
-        **_options(scale, window),
-    )
-    # cuDNN leaves the rows of padding unwritten.
-    return _without_padding(out_BSNH, lengths_BM), stats_ENS
-
-
-def _without_padding(x_BSNH, lengths_BM):
-    real_BS = jnp.arange(x_BSNH.shape[1])[None] < lengths_BM.sum(1, keepdims=True)
-    return jnp.where(real_BS[..., None, None], x_BSNH, jnp.zeros((), x_BSNH.dtype))
+    return _attention_fwd(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window)[0]
 
 
 def _attention_fwd(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale, window):
-    out_BSNH, stats_ENS = _forward(q_BSNH, k_BSKH, v_BSKH, lengths_BM, scale=scale, window=window)
+    options = dict(parts=_whole(lengths_BM), **_options(scale, window))
+    out_BSNH, lse_BSN = _forward(q_BSNH, k_BSKH, v_BSKH, **options)
     out_BSNH = checkpoint_name(out_BSNH, "attention_out")
-    lse_BSN = checkpoint_name(_compact(stats_ENS, lengths_BM), "attention_lse")
+    lse_BSN = checkpoint_name(lse_BSN, "attention_lse")
     return out_BSNH, (q_BSNH, k_BSKH, v_BSKH, lengths_BM, out_BSNH, lse_BSN)
 
 
 def _attention_bwd(scale, window, residuals, grad_BSNH):
-    q_BSNH, k_BSKH, v_BSKH, lengths_BM, out_BSNH, lse_BSN = residuals
-    grads = cudnn._dot_product_attention_bwd_p.bind(
-        q_BSNH,
-        k_BSKH,
-        v_BSKH,
-        *_operands(q_BSNH, k_BSKH, parts=_whole(lengths_BM)),
-        _expand(lse_BSN, _starts(lengths_BM)),
-        out_BSNH,
-        grad_BSNH,
-        **_options(scale, window),
-    )
-    return *(_without_padding(grad, lengths_BM) for grad in grads[:3]), None
+    *qkv, lengths_BM, out_BSNH, lse_BSN = residuals
+    options = dict(parts=_whole(lengths_BM), **_options(scale, window))
+    grads = _backward(*qkv, out_BSNH=out_BSNH, lse_BSN=lse_BSN, grad_BSNH=grad_BSNH, **options)
+    return *grads, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
@@ -138,20 +113,8 @@ def partial_forward(q_BSNH, k_BTKH, v_BTKH, *, parts, causal: bool, scale: float
 
     Without a causal mask a document may have any number of queries and of keys.
     """
-    out_BSNH, stats_ENS = cudnn._dot_product_attention_fwd_p.bind(
-        q_BSNH,
-        k_BTKH,
-        v_BTKH,
-        *_operands(q_BSNH, k_BTKH, parts=parts),
-        is_training=True,
-        **_options(scale, None, causal=causal),
-    )
-    rows, documents = parts.q_lengths_BM.shape
-    document_BS, place_BS = places(parts.q_starts_BM, parts.q_lengths_BM, seq=q_BSNH.shape[1])
-    stats_BMNS = stats_ENS.reshape(rows, documents, *stats_ENS.shape[1:])
-    lse_BSN = stats_BMNS[jnp.arange(rows)[:, None], document_BS, :, place_BS]
-    lse_BSN = jnp.where((document_BS >= 0)[..., None], lse_BSN, NOTHING)
-    return _where_read(out_BSNH, document_BS), lse_BSN
+    options = _options(scale, None, causal=causal)
+    return _forward(q_BSNH, k_BTKH, v_BTKH, parts=parts, **options)
 
 
 def partial_backward(
@@ -168,15 +131,41 @@ def partial_backward(
     deterministic: bool = False,
 ):
     """As that of `xla_attention`."""
+    options = dict(parts=parts, **_options(scale, None, causal=causal))
+    options |= dict(out_BSNH=out_BSNH, lse_BSN=lse_BSN, grad_BSNH=grad_BSNH)
+    return _backward(q_BSNH, k_BTKH, v_BTKH, **options)
+
+
+def _forward(q_BSNH, k_BTKH, v_BTKH, *, parts, **options):
+    """The output and the log-sum-exp [B, S, N], zeros and `NOTHING` where there is no document."""
+    out_BSNH, stats_ENS = cudnn._dot_product_attention_fwd_p.bind(
+        q_BSNH,
+        k_BTKH,
+        v_BTKH,
+        *_operands(q_BSNH, k_BTKH, parts=parts),
+        is_training=True,
+        **options,
+    )
+    rows, documents = parts.q_lengths_BM.shape
+    document_BS, place_BS = places(parts.q_starts_BM, parts.q_lengths_BM, seq=q_BSNH.shape[1])
+    # cuDNN's statistics are by document, head and token of the document.
+    stats_BMNS = stats_ENS.reshape(rows, documents, *stats_ENS.shape[1:])
+    lse_BSN = stats_BMNS[jnp.arange(rows)[:, None], document_BS, :, place_BS]
+    lse_BSN = jnp.where((document_BS >= 0)[..., None], lse_BSN, NOTHING)
+    return _where_read(out_BSNH, document_BS), lse_BSN
+
+
+def _backward(q_BSNH, k_BTKH, v_BTKH, *, parts, out_BSNH, lse_BSN, grad_BSNH, **options):
+    """dq, dk and dv."""
     dq_BSNH, dk_BTKH, dv_BTKH, *_ = cudnn._dot_product_attention_bwd_p.bind(
         q_BSNH,
         k_BTKH,
         v_BTKH,
         *_operands(q_BSNH, k_BTKH, parts=parts),
-        _expand(lse_BSN, parts.q_starts_BM),
+        _by_document(lse_BSN, parts.q_starts_BM),
         out_BSNH,
         grad_BSNH,
-        **_options(scale, None, causal=causal),
+        **options,
     )
     document_BS, _ = places(parts.q_starts_BM, parts.q_lengths_BM, seq=q_BSNH.shape[1])
     document_BT, _ = places(parts.k_starts_BM, parts.k_lengths_BM, seq=k_BTKH.shape[1])
@@ -212,7 +201,7 @@ class _Whole(NamedTuple):
 
 
 def _whole(lengths_BM) -> _Whole:
-    starts_BM = _starts(lengths_BM)
+    starts_BM = jnp.cumsum(lengths_BM, axis=1, dtype=jnp.int32) - lengths_BM
     return _Whole(starts_BM, lengths_BM, starts_BM, lengths_BM)
 
 
@@ -234,30 +223,9 @@ def _operands(q_BSNH, k_BTKH, *, parts):
     return unused, parts.q_lengths_BM, parts.k_lengths_BM, q_offsets, kv_offsets, unused, unused
 
 
-def _starts(lengths_BM):
-    return jnp.cumsum(lengths_BM, axis=1, dtype=jnp.int32) - lengths_BM
-
-
-def _compact(stats_ENS, lengths_BM):
-    """cuDNN's [B * M, N, S] statistics (document, head, token of the document) as [B, S, N]."""
-    (rows, documents), seq = lengths_BM.shape, stats_ENS.shape[2]
-    document_BS, offset_BS = _document_of_token(lengths_BM, seq)
-    stats_BMNS = stats_ENS.reshape(rows, documents, *stats_ENS.shape[1:])
-    return stats_BMNS[jnp.arange(rows)[:, None], document_BS, :, offset_BS]
-
-
-def _expand(lse_BSN, starts_BM):
-    """The inverse of `_compact`; places cuDNN never reads hold arbitrary values."""
+def _by_document(lse_BSN, starts_BM):
+    """cuDNN's statistics [E, N, S]; places that it never reads hold arbitrary values."""
     (rows, documents), (_, seq, num_heads) = starts_BM.shape, lse_BSN.shape
     token_BMS = jnp.minimum(starts_BM[..., None] + jnp.arange(seq, dtype=jnp.int32), seq - 1)
     stats_BMSN = lse_BSN[jnp.arange(rows)[:, None, None], token_BMS]
     return stats_BMSN.transpose(0, 1, 3, 2).reshape(rows * documents, num_heads, seq)
-
-
-def _document_of_token(lengths_BM, seq):
-    ends_BM = jnp.cumsum(lengths_BM, axis=1, dtype=jnp.int32)
-    token_S = jnp.arange(seq, dtype=jnp.int32)
-    document_BS = (token_S[None, :, None] >= ends_BM[:, None, :]).sum(-1, dtype=jnp.int32)
-    document_BS = jnp.minimum(document_BS, lengths_BM.shape[1] - 1)
-    starts_BS = jnp.take_along_axis(_starts(lengths_BM), document_BS, axis=1)
-    return document_BS, token_S[None] - starts_BS

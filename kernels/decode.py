@@ -50,10 +50,11 @@ def supported(
     num_kv_heads: int,
 ) -> str | None:
     """None if the program runs here, else the reason. num_cores: multiprocessors of the GPU."""
-    if platform not in ("gpu", "cuda"):
-        return f"it needs an NVIDIA GPU, not {platform}"
-    if float(compute_capability) < 9.0:
-        return f"it needs compute capability 9.0 or more, not {compute_capability}"
+    reason = triton_calls.objection_to_device(
+        platform=platform, compute_capability=compute_capability, least=9.0
+    )
+    if reason:
+        return reason
     if head_size not in (32, 64, 128, 256):
         return f"it has head sizes 32, 64, 128 and 256, not {head_size}"
     if num_kv_heads > _num_programs(num_cores):

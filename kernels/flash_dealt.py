@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxscale.kernels import hopper
 from jaxscale.kernels.flash_spans import Visits, Work
 
-PROGRAMS = 132  # multiprocessors of an H100 or H200
+PROGRAMS = hopper.MULTIPROCESSORS
 # Of its L2 cache, 50 MiB of which half is far from each multiprocessor.
 L2_BYTES = 24 * 2**20
 

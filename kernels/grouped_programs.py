@@ -21,15 +21,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxscale.kernels import varying
+from jaxscale.kernels import hopper, varying
 from jaxscale.kernels.grouped_visits import ALIGNED, TILE_T, visits_of
 from jaxscale.kernels.hopper import WARPGROUPS, arrive_if, run, wait_if, zeros
 
 LANES = 128  # bytes of a line of a tile of an operand
 BLOCK = LANES // 2  # of what is summed, in one tile of bfloat16
-# As many as a card has multiprocessors: each makes one tile of the result after the other, and its
-# operands are copied while the one before is stored.
-PROGRAMS = 132
+# Each makes one tile of the result after the other, whose operands are copied while the one before
+# is stored.
+PROGRAMS = hopper.MULTIPROCESSORS
 # Of 65,536 a multiprocessor has; 128 threads a warpgroup, and no more than 504 for the three.
 REGISTERS, REGISTERS_TO_COPY = 232, 40
 # Parts of 128 bytes of a tile's lines that are stored at once. A tile that is held has a store

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WARPGROUPS = 2  # that compute; one more copies
+MULTIPROCESSORS = 132  # of an H100 or H200
 # Query heads that share a key head and are made side by side, by programs of a cluster.
 PAIR = "pair"
 # The first jax whose Mosaic GPU lets a program write to an accumulator.

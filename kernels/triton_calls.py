@@ -6,15 +6,21 @@ from jaxscale.kernels import varying
 
 
 def objection(*, platform: str, compute_capability: str, least: float) -> str | None:
-    """None if the programs run on this platform ("gpu"), else the reason.
+    """None if the programs run on this platform ("gpu") as it is installed, else the reason.
 
     least: the compute capability that they need.
     """
+    device = dict(platform=platform, compute_capability=compute_capability)
+    return objection_to_device(**device, least=least) or missing()
+
+
+def objection_to_device(*, platform: str, compute_capability: str, least: float) -> str | None:
+    """As `objection`, whatever is installed."""
     if platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU, not {platform}"
     if float(compute_capability) < least:
         return f"it needs compute capability {least} or more, not {compute_capability}"
-    return missing()
+    return None
 
 
 def missing() -> str | None:

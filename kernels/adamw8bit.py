@@ -87,6 +87,9 @@ def supported(p, gradient, *, old: Moments) -> str | None:
     axis = axis_of_blocks(old)
     if axis is None:
         return "it takes moments of 8 bits"
+    if not p.shape == gradient.shape == old.mu.shape == old.nu.shape:
+        shapes = ", ".join(str(list(x.shape)) for x in (p, gradient, old.mu, old.nu))
+        return f"parameter, gradient and moments have the shapes {shapes}; they must have one"
     odd = [x.dtype for x in (p, gradient) if x.dtype != jnp.float32]
     if odd:
         return f"it takes float32, not {odd[0]}"
@@ -122,12 +125,14 @@ def update(
 
     place: of the first value in the whole parameter, counted from the model dimension on; behind:
     values of the whole parameter behind one of its model dimension. Of a device's own part. tile:
-    other than of TILES, for trying out.
+    other than of TILES, for trying out. Raises ValueError for what `supported` would refuse.
     """
+    if reason := supported(p, gradient, old=old):
+        raise ValueError(reason)
     from jaxscale.kernels import adamw8bit_triton
 
     axis = axis_of_blocks(old)
-    assert axis is not None
+    assert axis is not None  # as `supported` says
     block = p.shape[axis] // old.mu_scale.shape[axis]
     outer, inner = math.prod(p.shape[:axis]), math.prod(p.shape[axis + 1 :])
     size, warps = tile or TILES[0 if inner > 1 else 1]

@@ -41,7 +41,6 @@ def supported(
     v_head_size: int | None = None,
 ) -> str | None:
     """None if `attention` can run these shapes on this platform ("gpu"), else the reason."""
-    *_, num_heads, head_size = q_BSNH.shape
     if platform not in ("gpu", "cuda"):
         return f"cuDNN needs an NVIDIA GPU, not {platform}"
     if float(compute_capability) < 9.0:
@@ -49,6 +48,12 @@ def supported(
             f"cuDNN attends to packed documents on H100 and later (compute capability 9.0), not "
             f"{compute_capability}"
         )
+    return _objection(q_BSNH, k_BSKH, cap=cap, v_head_size=v_head_size)
+
+
+def _objection(q_BSNH, k_BSKH, *, cap: float | None, v_head_size: int | None) -> str | None:
+    """What is wrong with arrays that fit each other, or with the option, if anything."""
+    *_, num_heads, head_size = q_BSNH.shape
     if q_BSNH.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention takes bfloat16 or float16, not {q_BSNH.dtype}"
     if head_size > MAX_HEAD_SIZE or head_size % 8:
@@ -79,9 +84,10 @@ def attention(
     none; tokens past the last document are padding. window: a token sees itself and the
     `window - 1` before it. deterministic: XLA's option decides (xla/options.py), and takes 28 GiB a
     row of 8192 tokens and 16 heads. Returns [B, S, N, H] in the input dtype; statistics are
-    float32.
+    float32. Raises ValueError for what `supported` would refuse.
     """
-    assert cap is None, "supported() says no"
+    if reason := _objection(q_BSNH, k_BSKH, cap=cap, v_head_size=v_BSKH.shape[-1]):
+        raise ValueError(reason)
     return _attention(q_BSNH, k_BSKH, v_BSKH, documents.lengths_BM, scale, window)
 
 

@@ -48,13 +48,16 @@ def supported(
     v_head_size: int | None = None,
 ) -> str | None:
     """None if `attention` can run these shapes on this platform ("gpu"), else the reason."""
-    *_, num_heads, head_size = q_BSNH.shape
-    head_sizes = head_size, v_head_size or head_size
     reason = hopper.objection(
         "flash attention", platform=platform, compute_capability=compute_capability
     )
-    if reason:
-        return reason
+    return reason or _objection(q_BSNH, k_BTKH, v_head_size=v_head_size)
+
+
+def _objection(q_BSNH, k_BTKH, *, v_head_size: int | None) -> str | None:
+    """What is wrong with arrays that fit each other, if anything."""
+    *_, num_heads, head_size = q_BSNH.shape
+    head_sizes = head_size, v_head_size or head_size
     if q_BSNH.dtype != jnp.bfloat16:
         return f"flash attention takes bfloat16, not {q_BSNH.dtype}"
     if head_sizes not in HEAD_SIZES:
@@ -89,7 +92,8 @@ def attention(
     the backward pass gives the same bits each time, for two products more up to head size 128 and
     for nothing beyond. Returns [B, S, N, V] in the input dtype; statistics are float32.
 
-    Raises ValueError, which names the array or option, for what does not belong together.
+    Raises ValueError, which names the array or option, for what does not belong together, and for
+    what `supported` would refuse.
     """
     segments_BS = documents.segments_BS
     attention_arguments.check(q_BSNH, k_BTKH, v_BTKV)
@@ -187,6 +191,7 @@ def _pairs_of(parts, q_BSNH, *, k_BTKH, causal: bool) -> Pairs:
 
 
 def _forward(q_BSNH, k_BTKH, v_BTKV, *, pairs: Pairs, scale: float, cap: float | None = None):
+    _check(q_BSNH, k_BTKH, v_BTKV)
     seq = q_BSNH.shape[1]
     q_BSNH, k_BTKH, v_BTKV = (_padded(x) for x in (q_BSNH, k_BTKH, v_BTKV))
     spans = pairs.keys_of_queries.padded(TILE)
@@ -209,6 +214,7 @@ def _backward(
     in_order: bool,
     cap: float | None = None,
 ):
+    _check(q_BSNH, k_BTKH, v_BTKV)
     seq, num_keys = q_BSNH.shape[1], k_BTKH.shape[1]
     seen_BNS = jnp.einsum("BSNV,BSNV->BNS", out_BSNV, grad_BSNV, preferred_element_type=jnp.float32)
     # Of a query that sees nothing any will do that is finite. NaN stays, and spoils what it did.
@@ -224,6 +230,11 @@ def _backward(
         in_order=in_order,
     )
     return dq_BSNH[:, :seq], dk_BTKH[:, :num_keys], dv_BTKV[:, :num_keys]
+
+
+def _check(q_BSNH, k_BTKH, v_BTKV) -> None:
+    if reason := _objection(q_BSNH, k_BTKH, v_head_size=v_BTKV.shape[-1]):
+        raise ValueError(f"q, k and v: {reason}")
 
 
 def _padded(x, *, axis: int = 1):

@@ -31,8 +31,10 @@ def matrices_supported(w_EKN, *, platform: str, compute_capability: str) -> str 
 
 def rows_supported(x_TK, *, platform: str, compute_capability: str) -> str | None:
     """None if `quantize_rows` runs here for these, else the reason."""
-    if reason := quantize.device_supported(platform, compute_capability):
-        return reason
+    return quantize.device_supported(platform, compute_capability) or _objection_to_rows(x_TK)
+
+
+def _objection_to_rows(x_TK) -> str | None:
     if not math.prod(x_TK.shape):
         return f"it takes rows that hold something, not {x_TK.shape}"
     if x_TK.shape[1] > MOST_COLUMNS:
@@ -66,7 +68,12 @@ def quantize_matrices(w_EKN, dtype, *, compute_capability: str):
 
 
 def quantize_rows(x_TK, dtype, *, compute_capability: str):
-    """(values [T, K], float32 scales [T]), of which values * scale is x."""
+    """(values [T, K], float32 scales [T]), of which values * scale is x.
+
+    Raises ValueError for what `rows_supported` would refuse.
+    """
+    if reason := _objection_to_rows(x_TK):
+        raise ValueError(reason)
     from jaxscale.kernels import quantize_triton
 
     num_rows, size = x_TK.shape

@@ -31,12 +31,18 @@ def supported(x_MD, *, platform: str, compute_capability: str) -> str | None:
     )
     if reason:
         return reason
+    # Others run, as tests do; nobody has timed them.
     if x_MD.dtype != jnp.bfloat16:
         return f"it takes bfloat16, not {x_MD.dtype}"
-    if not math.prod(x_MD.shape):
-        return f"it takes rows that hold something, not {x_MD.shape}"
-    if x_MD.shape[-1] > MAX_SIZE:
-        return f"it takes rows of {MAX_SIZE} values at most, not {x_MD.shape[-1]}"
+    return _objection(x_MD.shape)
+
+
+def _objection(shape: tuple[int, ...]) -> str | None:
+    """What is wrong with rows of this shape [..., D], if anything."""
+    if not math.prod(shape):
+        return f"it takes rows that hold something, not {shape}"
+    if shape[-1] > MAX_SIZE:
+        return f"it takes rows of {MAX_SIZE} values at most, not {shape[-1]}"
     return None
 
 
@@ -50,7 +56,8 @@ def reference(x_MD, scale_D, *, eps: float):
 def forward(x_MD, scale_D, *, eps: float, compute_capability: str):
     """(x / rms(x) * scale in x's dtype, 1 / rms(x) in float32 [M]). M may be several dimensions.
 
-    Raises ValueError for shapes or dtypes that do not fit each other.
+    Raises ValueError for shapes or dtypes that do not fit each other, and for rows that
+    are empty or too long.
     """
     _check(x_MD, scale_D)
     return _call(
@@ -105,6 +112,8 @@ def backward(x_MD, scale_D, inverse_M, of_x_MD, grad_MD, *, compute_capability: 
 
 
 def _check(x_MD, scale_D, **others) -> None:
+    if reason := _objection(x_MD.shape):
+        raise ValueError(f"x: {reason}")
     if scale_D.shape != x_MD.shape[-1:]:
         raise ValueError(f"scale has the shape {scale_D.shape}; it must be [{x_MD.shape[-1]}]")
     for name, other in others.items():

@@ -1,6 +1,7 @@
 """An update of AdamW with moments of 8 bits in one launch is, bit by bit, what XLA makes of it."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -143,18 +144,24 @@ REFUSED: dict[str, dict[str, Any]] = {
     "takes float32, not bfloat16": dict(dtype=jnp.bfloat16),
     "a power of two from 4, not 24": dict(shape=(48, 8), block=24),
     "a power of two from 4, not 2": dict(block=2),
+    "the shapes [64, 8], [8, 64], [64, 8], [64, 8]; they must": dict(of_gradient=(8, 64)),
 }
 
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_it_cannot_take_is_told(reason):
     case: dict[str, Any] = dict(shape=(64, 8), block=16, dtype=jnp.float32) | REFUSED[reason]
+    gradient = jax.ShapeDtypeStruct(case.get("of_gradient", case["shape"]), case["dtype"])
     p = jax.ShapeDtypeStruct(case["shape"], case["dtype"])
     scale = jax.ShapeDtypeStruct((p.shape[0] // case["block"], 8), jnp.float32)
     codes = (jax.ShapeDtypeStruct(p.shape, dtype) for dtype in (jnp.int8, jnp.uint8))
     mu, nu = codes
-    found = kernel.supported(p, p, old=Moments(mu, scale, nu, scale))
+    old = Moments(mu, scale, nu, scale)
+    found = kernel.supported(p, gradient, old=old)
     assert found is not None and reason in found
+    unused: dict[str, Any] = dict(numbers=None, settings=SETTINGS, compute_capability=CAPABILITY)
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        kernel.update(p, gradient, old=old, **unused)
 
 
 def test_where_it_cannot_run_it_says_so(monkeypatch):

@@ -106,5 +106,7 @@ def test_what_it_cannot_run_is_told(monkeypatch):
     assert reason == "it takes rows of 16384 at most, not 20000"
     reason = kernel.rows_supported(array(0, 300), **gpu)
     assert reason == "it takes rows that hold something, not (0, 300)"
+    with pytest.raises(ValueError, match="it takes rows of 16384 at most, not 20000"):
+        kernel.quantize_rows(jnp.zeros((2, 20000)), fp8.FORWARD, compute_capability=CAPABILITY)
     cpu = dict(gpu, platform="cpu")
     assert kernel.rows_supported(array(2, 128), **cpu) == "it needs an NVIDIA GPU, not cpu"

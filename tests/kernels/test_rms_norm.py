@@ -165,6 +165,15 @@ def test_what_it_cannot_run_is_told(reason, monkeypatch):
     assert reason in str(kernel.supported(x, **settings))
 
 
+@pytest.mark.parametrize("size", [0, 16_400])
+def test_rows_of_nothing_and_rows_that_are_too_long_are_refused_where_it_is_called(size):
+    x, scale = jnp.ones((3, size), jnp.bfloat16), jnp.ones(size)
+    with pytest.raises(ValueError, match=r"x: it takes rows (that hold something|of 16384)"):
+        kernel.forward(x, scale, eps=EPS, **AT)
+    with pytest.raises(ValueError, match=r"x: it takes rows (that hold something|of 16384)"):
+        kernel.backward(x, scale, jnp.ones(3), x, x, **AT)
+
+
 def test_it_runs_on_a_hopper_gpu_where_triton_is(monkeypatch):
     x = jax.ShapeDtypeStruct((4, 64), jnp.bfloat16)
     monkeypatch.setattr(triton_calls, "missing", lambda: None)

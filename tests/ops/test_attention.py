@@ -1,6 +1,7 @@
 """Which attention runs, and that it says no rather than run out of memory."""
 
 import re
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -195,6 +196,25 @@ def test_arrays_that_do_not_belong_together_are_refused_by_name(message, is_kern
         options["execution"] = Execution(platform="cpu")
     with pytest.raises(ValueError, match=re.escape(message)):
         attend(*arrays, **options)
+
+
+NOT_HAD: dict[str, tuple[ModuleType, dict[str, Any]]] = {
+    "head sizes 64, 128, 192/128, 256, not 96": (flash_attention, dict(size=96)),
+    "takes bfloat16, not float16": (flash_attention, dict(dtype=jnp.float16)),
+    "takes bfloat16 or float16, not float32": (cudnn_attention, dict(dtype=jnp.float32)),
+    "head_size=264 is not a multiple": (cudnn_attention, dict(size=264)),
+    "no soft cap on its scores": (cudnn_attention, dict(cap=2.0)),
+}
+
+
+@pytest.mark.parametrize("message", NOT_HAD)
+def test_a_kernel_that_is_called_directly_refuses_what_it_does_not_have(message):
+    kernel, case = NOT_HAD[message]
+    q = zeros(2, 8, 2, case.get("size", 64), dtype=case.get("dtype", jnp.bfloat16))
+    segments = rows([1] * 8, [1] * 8)
+    documents = documents_of(segments, segments, max_documents=2)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kernel.attention(q, q, q, documents=documents, scale=0.125, cap=case.get("cap"))
 
 
 def test_padding_before_a_document_is_refused():

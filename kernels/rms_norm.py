@@ -31,7 +31,7 @@ def supported(x_MD, *, platform: str, compute_capability: str) -> str | None:
     )
     if reason:
         return reason
-    # Others run, as tests do; nobody has timed them.
+    # Others run, as tests have them; nobody has timed them.
     if x_MD.dtype != jnp.bfloat16:
         return f"it takes bfloat16, not {x_MD.dtype}"
     return _objection(x_MD.shape)
